@@ -1,0 +1,5 @@
+import sys
+
+from rtk.cli import main
+
+sys.exit(main())

@@ -1,0 +1,77 @@
+"""The `rtk` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rtk.errors import RtkError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, or 1 after an error, which is printed."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except RtkError as error:
+        print(f"rtk: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rtk", description="See which expert did what in a Mixture-of-Experts language model."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve", help="serve a small MoE model on this machine's CPU, speaking vLLM's HTTP"
+    )
+    serve.add_argument(
+        "model", nargs="?", type=Path, help="folder of the model (default: the tiny model of rtk)"
+    )
+    serve.add_argument(
+        "--port", type=int, default=8000, help="loopback port; 0 takes a free one (default: 8000)"
+    )
+    serve.add_argument(
+        "--max-model-len", type=int, help="longest sequence in tokens (default: the model's own)"
+    )
+    serve.add_argument("--served-model-name", help="name to serve it under (default: the folder's name)")
+    serve.add_argument(
+        "--no-routed-experts", action="store_true", help="answer without routes, as vLLM does by default"
+    )
+    serve.add_argument("--watch-stdin", action="store_true", help="stop when standard input is closed")
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser(
+        "demo", help="the whole road once: serve, sample, show usage, check the replay"
+    )
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), help="where to write (default: out/demo)")
+    demo.add_argument("--url", help="use this running server instead of the embedded one")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from rtk.serve import default_model
+    from rtk.serve.app import run
+
+    run(
+        options.model or default_model(),
+        port=options.port,
+        max_model_len=options.max_model_len,
+        served_model_name=options.served_model_name,
+        routed_experts=not options.no_routed_experts,
+        watch_stdin=options.watch_stdin,
+    )
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rtk.demo import run
+
+    return run(options.out, url=options.url)

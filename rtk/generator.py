@@ -1,0 +1,385 @@
+"""The single-request, raw-token HTTP path to an inference server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import aiohttp
+
+from rtk import _wire
+from rtk.errors import PayloadError, RequestRejected, RoutesMissing, ServerFailed, ServerUnreachable
+from rtk.result import GenerateChunk, RemoteGenerateResult
+
+_log = logging.getLogger(__name__)
+
+_GENERATE = "/inference/v1/generate"
+_SKYRL_GENERATE = "/skyrl/v1/generate"
+# uvicorn closes an idle connection after 5 s; giving it up sooner ourselves means never writing a
+# request into a socket that the server has just closed.
+_KEEP_ALIVE_S = 4.0
+# One SSE event carries a whole sequence's routes on a single line.
+_MAX_EVENT_BYTES = _wire.MAX_ROUTES_BYTES // 3 * 4 + 2**20
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When and how often a request is sent again.
+
+    Retried are a dropped or refused connection and a body that is no JSON on a 2xx or 5xx status, which
+    is what a server in restart, or a proxy in front of it, answers. A 4xx is final, and so is a stream
+    of which a part has arrived.
+
+    Attributes:
+        tries: how often a request is sent at most; SkyRL's client uses 30.
+        wait_s: seconds between two tries.
+    """
+
+    tries: int = 30
+    wait_s: float = 1.0
+
+
+class RemoteInferenceGenerator:
+    """Sends one prompt of token ids and returns what was generated; SkyRL's generator, for any loop.
+
+    The HTTP session is made on first use, and made again when the running event loop has changed (as it
+    does between two `asyncio.run` calls) or the session was closed. A generator pickles without it.
+
+    Args:
+        proxy_url: base address of the server, or of the proxy in front of several.
+        model_name: sent as `model`; None lets the server use its only one.
+        server: "vllm" asks `/inference/v1/generate` for everything. "skyrl" asks `/skyrl/v1/generate`
+            when routed experts are wanted, as SkyRL's own client does, and vLLM's endpoint otherwise.
+        headers: sent with each request, for example an Authorization header.
+        retry: when a request is sent again.
+    """
+
+    def __init__(
+        self,
+        proxy_url: str,
+        model_name: str | None = None,
+        *,
+        server: Literal["vllm", "skyrl"] = "vllm",
+        headers: Mapping[str, str] | None = None,
+        retry: RetryPolicy = RetryPolicy(),
+    ) -> None:
+        if server not in ("vllm", "skyrl"):
+            raise ValueError(f"server is {server!r}; it is 'vllm' or 'skyrl'")
+        self.proxy_url = proxy_url.rstrip("/")
+        self.model_name = model_name
+        self.server = server
+        self.headers = dict(headers or {})
+        self.retry = retry
+        self._session: aiohttp.ClientSession | None = None
+        self._session_loop: asyncio.AbstractEventLoop | None = None
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        routed_experts: bool = False,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        features: Mapping[str, Any] | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
+    ) -> RemoteGenerateResult:
+        """Generate one sequence.
+
+        Args:
+            token_ids: the prompt, as the model's token ids.
+            sampling_params: vLLM's sampling parameters (`max_tokens`, `temperature`, `logprobs`, ...).
+            routed_experts: whether the routes must come back.
+            session_id: sent as X-Session-ID, for routers that keep a conversation on one server.
+            cache_salt: keeps the prefix cache apart from that of other salts.
+            features: multi-modal inputs, passed on as they are.
+            on_chunk: called with each piece as it is generated; the answer is then streamed.
+
+        Raises:
+            RequestRejected: the server refused the request; the message is the server's own.
+            ServerFailed: the server failed, and went on failing.
+            ServerUnreachable: there was no connection, or it broke; after all retries.
+            PayloadError: the answer is not of the documented form.
+            RoutesMissing: routes were asked for, and the answer has none.
+        """
+        path = _SKYRL_GENERATE if routed_experts and self.server == "skyrl" else _GENERATE
+        body = _request_body(token_ids, sampling_params, self.model_name, cache_salt, features)
+        headers = {} if session_id is None else {"X-Session-ID": session_id}
+        if on_chunk is None:
+            payload = await self.request("POST", path, body, headers=headers)
+            choice, request_id = _only_choice(payload), payload.get("request_id")
+            chunk = _wire.decode_chunk(choice)
+        else:
+            chunk, choice, request_id = await self._stream(path, body, headers, on_chunk)
+        return _result(chunk, choice, request_id, len(token_ids), routed_experts, self.proxy_url)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> dict[str, Any]:
+        """Send one request and return the JSON object that came back, with the retries of the policy.
+
+        Raises:
+            RequestRejected, ServerFailed, ServerUnreachable, PayloadError: as `generate`.
+        """
+        retry = retry or self.retry
+        url = self.proxy_url + path
+        for tries_left in reversed(range(retry.tries)):
+            try:
+                async with self._http().request(method, url, json=body, headers=headers) as response:
+                    raw = await response.read()
+                    return _json_object(raw, response.status, url)
+            except (aiohttp.ClientError, _NotJson) as error:
+                if tries_left == 0 or not _is_transient(error):
+                    raise _final_error(error, url) from error
+                _log.info("%s: %s; sending it again in %s s", url, error, retry.wait_s)
+                await asyncio.sleep(retry.wait_s)
+        raise ValueError(f"a retry policy allows at least one try, not {retry.tries}")
+
+    async def _stream(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        on_chunk: Callable[[GenerateChunk], None],
+    ) -> tuple[GenerateChunk, Mapping[str, Any], str | None]:
+        url = self.proxy_url + path
+        token_ids: list[int] = []
+        logprobs: list[float] | None = None
+        last: Mapping[str, Any] | None = None
+        request_id: str | None = None
+        async for event in self._events(url, {**body, "stream": True}, headers):
+            last, request_id = _only_choice(event), event.get("request_id")
+            chunk = _wire.decode_chunk(last)
+            token_ids += chunk.token_ids
+            if chunk.logprobs is not None:
+                logprobs = (logprobs or []) + chunk.logprobs
+            on_chunk(chunk)
+        if last is None or last.get("finish_reason") is None:
+            raise PayloadError(
+                f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason"
+            )
+        return GenerateChunk(token_ids, logprobs), last, request_id
+
+    async def _events(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The JSON objects of an SSE answer, up to its [DONE]. Only the connecting is ever retried."""
+        for tries_left in reversed(range(self.retry.tries)):
+            try:
+                response = await self._http().post(url, json=body, headers=headers)
+                break
+            except aiohttp.ClientError as error:
+                if tries_left == 0 or not _is_transient(error):
+                    raise _final_error(error, url) from error
+                await asyncio.sleep(self.retry.wait_s)
+        async with response:
+            if response.status >= 400:
+                try:
+                    _json_object(await response.read(), response.status, url)
+                except _NotJson as error:
+                    raise _final_error(error, url) from error
+            try:
+                async for line in _lines(response.content):
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield _event(data, url)
+            except aiohttp.ClientError as error:
+                raise ServerUnreachable(
+                    f"{url}: the connection broke in mid-stream: {error}", url=url
+                ) from error
+        raise PayloadError(f"{url}: the stream ended without its [DONE] line: it was cut")
+
+    def _http(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._session_loop is not loop:
+            # A session of another loop cannot be closed from here: that loop may be gone.
+            self._session = aiohttp.ClientSession(
+                headers=self.headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            )
+            self._session_loop = loop
+        return self._session
+
+    async def aclose(self) -> None:
+        """Close the HTTP session. Never raises: a failure while closing is logged."""
+        session, self._session, self._session_loop = self._session, None, None
+        if session is None or session.closed:
+            return
+        try:
+            await session.close()
+        except Exception:
+            _log.warning("closing the HTTP session to %s failed", self.proxy_url, exc_info=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None, "_session_loop": None}
+
+
+class _NotJson(Exception):
+    """A body that should be a JSON object and is not; carries the status for the final error."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status = status
+        start = body[:200].decode("utf-8", "replace")
+        super().__init__(f"HTTP {status} with a body that is no JSON object: {start!r}")
+
+
+def _request_body(
+    token_ids: Sequence[int],
+    sampling_params: Mapping[str, Any],
+    model_name: str | None,
+    cache_salt: str | None,
+    features: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "sampling_params": dict(sampling_params),
+        "token_ids": [int(t) for t in token_ids],
+    }
+    # Servers reject some of these as null, so what is not set is not sent.
+    optional = {"model": model_name, "cache_salt": cache_salt, "features": features}
+    return body | {name: value for name, value in optional.items() if value is not None}
+
+
+def _json_object(raw: bytes, status: int, url: str) -> dict[str, Any]:
+    try:
+        payload = json.loads(raw)
+    except ValueError:
+        payload = None
+    if 400 <= status < 500:
+        text = _server_text(payload) or raw[:500].decode("utf-8", "replace") or "no explanation"
+        raise RequestRejected(
+            f"{url} refused the request (HTTP {status}): {text}{_hint(url, status)}", url=url, status=status
+        )
+    if not isinstance(payload, dict):
+        raise _NotJson(status, raw)
+    if status >= 500:
+        text = _server_text(payload) or json.dumps(payload)[:500]
+        raise ServerFailed(f"{url} failed (HTTP {status}): {text}", url=url, status=status)
+    return payload
+
+
+def _server_text(payload: object) -> str | None:
+    """The explanation in vLLM's error object, or in FastAPI's own."""
+    if not isinstance(payload, dict):
+        return None
+    error = payload.get("error")
+    text = error.get("message") if isinstance(error, dict) else payload.get("detail")
+    return text if isinstance(text, str) else None
+
+
+def _hint(url: str, status: int) -> str:
+    if status == 404 and url.endswith(_GENERATE):
+        return (
+            ". If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
+            "if the model is, see the names in /v1/models"
+        )
+    if status == 404 and url.endswith(_SKYRL_GENERATE):
+        return ". The server is no SkyRL server: use server='vllm'"
+    return ""
+
+
+def _event(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise PayloadError(f"{url}: an event of the stream is no JSON: {data[:200]!r}") from error
+    if not isinstance(event, dict):
+        raise PayloadError(f"{url}: an event of the stream is no JSON object: {data[:200]!r}")
+    if "error" in event:
+        raise ServerFailed(f"{url} failed in mid-stream: {_server_text(event) or event}", url=url, status=200)
+    return event
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: aiohttp's own line iterator gives up past 128 KiB, and routes are longer."""
+    pending = bytearray()
+    async for block in content.iter_any():
+        seen = len(pending)
+        pending += block
+        while (end := pending.find(b"\n", seen)) >= 0:
+            yield bytes(pending[:end])
+            del pending[: end + 1]
+            seen = 0
+        if len(pending) > _MAX_EVENT_BYTES:
+            raise PayloadError(f"a line of the stream is longer than {_MAX_EVENT_BYTES} bytes")
+
+
+def _only_choice(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = payload.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        count = len(choices) if isinstance(choices, list) else "no"
+        raise PayloadError(
+            f"the answer has {count} choices; one request generates one sequence, so leave n at 1"
+        )
+    return choices[0]
+
+
+def _result(
+    chunk: GenerateChunk,
+    choice: Mapping[str, Any],
+    request_id: str | None,
+    prompt_tokens: int,
+    routed_experts: bool,
+    url: str,
+) -> RemoteGenerateResult:
+    routes = None
+    if routed_experts:
+        if choice.get("routed_experts") is None:
+            raise RoutesMissing(
+                f"{url} sent no routed experts. Start vLLM with --enable-return-routed-experts "
+                "(and --enable-scale-out), the embedded server without --no-routed-experts; a model without "
+                "MoE layers has none to send"
+            )
+        routes = _wire.decode_routed_experts(choice["routed_experts"])
+        expected = prompt_tokens + len(chunk.token_ids) - 1
+        if len(routes) != expected:
+            raise PayloadError(
+                f"{url} sent routes of {len(routes)} tokens for {prompt_tokens} prompt and {len(chunk.token_ids)} "
+                f"generated tokens; {expected} rows are expected, since the last token was never forwarded"
+            )
+    return RemoteGenerateResult(
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        stop_reason=str(choice.get("finish_reason")),
+        routed_experts=routes,
+        request_id=request_id,
+    )
+
+
+def _is_transient(error: Exception) -> bool:
+    # ClientPayloadError is a body that was cut: the server died while it answered.
+    return isinstance(
+        error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError, _NotJson)
+    )
+
+
+def _final_error(error: Exception, url: str) -> Exception:
+    if isinstance(error, _NotJson):
+        return ServerFailed(
+            f"{url}: {error}. Is this the address of an inference server?", url=url, status=error.status
+        )
+    if isinstance(error, aiohttp.InvalidURL):
+        return ServerUnreachable(f"{url!r} is no http:// address", url=url)
+    return ServerUnreachable(
+        f"no inference server answers at {url}: {error or type(error).__name__}. Check that it runs, and the port",
+        url=url,
+    )

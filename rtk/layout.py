@@ -1,0 +1,135 @@
+"""Which of a model's layers are MoE layers, and how wide their routers are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtk.errors import LayoutError
+
+# Hugging Face configs name the same two numbers differently from family to family.
+_EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The layers of an MoE language model, as far as its routes are concerned.
+
+    Attributes:
+        num_layers: all transformer layers of the backbone, dense ones too; MTP layers are not counted.
+        moe_layers: 0-based indices of the MoE layers, ascending. They index axis 1 of a routed_experts
+            array, and are the N of `model.layers.N` in a Hugging Face checkpoint. Megatron's
+            `layer_number` of the same layer is one more.
+        num_experts: routed experts of each MoE layer; shared experts are not counted.
+        top_k: experts that a router picks for each token.
+
+    Raises:
+        LayoutError: the numbers contradict each other.
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in self.moe_layers))
+        if self.num_layers < 1:
+            raise LayoutError(f"num_layers is {self.num_layers}; a model has at least one layer")
+        if not self.moe_layers:
+            raise LayoutError("moe_layers is empty: a model without MoE layers has no routes to look at")
+        if list(self.moe_layers) != sorted(set(self.moe_layers)):
+            raise LayoutError(f"moe_layers {self.moe_layers} must be ascending, without repeats")
+        if self.moe_layers[0] < 0 or self.moe_layers[-1] >= self.num_layers:
+            raise LayoutError(
+                f"moe_layers {self.moe_layers} are 0-based indices and must lie in 0..{self.num_layers - 1}"
+            )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise LayoutError(f"top_k is {self.top_k}, which must lie in 1..num_experts={self.num_experts}")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """0-based indices of the layers without a router, ascending."""
+        return tuple(i for i in range(self.num_layers) if i not in set(self.moe_layers))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> ModelLayout:
+        """Read the layout out of a Hugging Face config.
+
+        Knows the three ways in which configs mark dense layers: `mlp_only_layers` with
+        `decoder_sparse_step` (Qwen2-MoE, Qwen3-MoE), `first_k_dense_replace` with `moe_layer_freq`
+        (DeepSeek-V2/V3, Moonlight, GLM-4.5) and none at all (Mixtral, OLMoE, gpt-oss).
+
+        Args:
+            config: the config as a mapping, the path of a config.json, or the folder that holds one.
+
+        Raises:
+            LayoutError: the file is missing or no JSON object, or names no experts.
+        """
+        if not isinstance(config, Mapping):
+            config = _read_config(Path(config))
+        # Multi-modal models keep the language model's numbers one level down.
+        text = config.get("text_config")
+        if isinstance(text, Mapping):
+            config = text
+        num_layers = _integer(config, ("num_hidden_layers",))
+        return cls(
+            num_layers=num_layers,
+            moe_layers=_moe_layers(config, num_layers),
+            num_experts=_integer(config, _EXPERTS_KEYS),
+            top_k=_integer(config, _TOP_K_KEYS),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `ModelLayout(**layout.to_dict())` gives the same layout back."""
+        return {
+            "num_layers": self.num_layers,
+            "moe_layers": list(self.moe_layers),
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+        }
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LayoutError(f"cannot read the model config {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LayoutError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise LayoutError(f"{file} holds a {type(config).__name__}, not a config object")
+    return config
+
+
+def _integer(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    raise LayoutError(
+        f"the config of model type {config.get('model_type')!r} has none of {', '.join(keys)} as a whole "
+        "number; is it a Mixture-of-Experts model? Build a rtk.ModelLayout(...) by hand if it is"
+    )
+
+
+def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    frequency = config.get("moe_layer_freq", 1)
+    if isinstance(frequency, list):
+        if len(frequency) != num_layers:
+            raise LayoutError(f"moe_layer_freq has {len(frequency)} entries for {num_layers} layers")
+        return tuple(i for i, is_moe in enumerate(frequency) if is_moe)
+    first = config.get("first_k_dense_replace") or 0
+    step = config.get("decoder_sparse_step") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    return tuple(
+        i
+        for i in range(num_layers)
+        if i >= first and i % frequency == 0 and i not in dense and (i + 1) % step == 0
+    )

@@ -1,0 +1,146 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rtk import ModelLayout, RouteTrace
+from rtk.errors import ShardError
+from rtk.replay import Shard, check, expand
+
+LAYOUT = ModelLayout(num_layers=8, moe_layers=(1, 2, 3, 4, 5, 6, 7), num_experts=16, top_k=2)
+STAGE_0, STAGE_1 = Shard(LAYOUT, 2, 0), Shard(LAYOUT, 2, 1)
+
+
+@pytest.fixture
+def clean() -> RouteTrace:
+    """Random routes of distinct experts, 30 rows."""
+    rng = np.random.default_rng(5)
+    routes = np.zeros((30, 8, 2), np.uint8)
+    for row in routes:
+        row[1:] = [rng.choice(16, 2, replace=False) for _ in range(7)]
+    return RouteTrace(np.arange(31), ("x",) * 31, 10, routes, LAYOUT)
+
+
+def damaged(trace: RouteTrace, change) -> RouteTrace:
+    routes = trace.routed_experts.copy()
+    change(routes)
+    return dataclasses.replace(trace, routed_experts=routes)
+
+
+def failures(report) -> dict[str, tuple[int | None, str]]:
+    return {f.check: (f.layer_number, f.evidence) for f in report.findings if not f.passed}
+
+
+@pytest.mark.parametrize("shard", [STAGE_0, STAGE_1, Shard(LAYOUT)])
+def test_clean_routes_line_up(clean, shard):
+    report = check(clean, shard)
+    assert report.ok
+    assert len(report.findings) == 8
+    report.raise_for_faults()
+
+
+def test_a_stage_without_routers_lines_up():
+    layout = ModelLayout(num_layers=4, moe_layers=(2, 3), num_experts=4, top_k=2)
+    routes = np.zeros((3, 4, 2), np.uint8)
+    routes[:, 2:] = [0, 1]
+    trace = RouteTrace(np.arange(4), ("x",) * 4, 2, routes, layout)
+    assert check(trace, Shard(layout, 2, 0)).ok
+
+
+def test_all_zero_capture(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((slice(None), slice(1, None)), 0))
+    layer, evidence = failures(check(broken, STAGE_0))["not all zero"]
+    assert layer == 2
+    assert "30 of 30 rows" in evidence
+
+
+def test_zero_prompt_rows_of_one_layer_are_located(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((slice(4, 10), 6), 0))
+    assert check(broken, STAGE_0).ok
+    found = failures(check(broken, STAGE_1))
+    assert found.keys() == {"not all zero"}
+    assert found["not all zero"][0] == 7
+    assert "6 of 30 rows are all 0, from row 4" in found["not all zero"][1]
+
+
+def test_top_1_may_use_expert_0_but_not_only(clean):
+    layout = dataclasses.replace(LAYOUT, top_k=1)
+    routes = clean.routed_experts[:, :, :1].copy()
+    some = dataclasses.replace(clean, layout=layout, routed_experts=routes)
+    assert (routes[:, 1:] == 0).any()  # or the next line would not test anything
+    assert check(some, Shard(layout)).ok
+    routes = routes.copy()
+    routes[:, 3] = 0
+    nothing = dataclasses.replace(clean, layout=layout, routed_experts=routes)
+    assert failures(check(nothing, Shard(layout)))["not all zero"][0] == 4
+
+
+def test_physical_expert_ids(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((7, 5, 1), 17))
+    layer, evidence = failures(check(broken, STAGE_1))["expert range"]
+    assert layer == 6
+    assert "row 7: expert 17 of 16" in evidence
+
+
+def test_repeated_experts(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((12, 2), [9, 9]))
+    layer, evidence = failures(check(broken, STAGE_0))["distinct experts"]
+    assert layer == 3
+    assert "row 12: [9, 9]" in evidence
+
+
+def test_routes_in_a_dense_layer(clean):
+    broken = damaged(clean, lambda r: r.__setitem__(slice(None), np.roll(r, -1, axis=1)))
+    layer, evidence = failures(check(broken, STAGE_0))["dense layers empty"]
+    assert layer == 1
+    assert "dense layer 1 has routes in 30 of 30 rows" in evidence
+
+
+def test_offset_that_counts_dense_layers_too(clean):
+    """verl #5452: stage 1 takes layers 6, 7, 8 and wraps, instead of 5 to 8."""
+    shifted = [clean.routed_experts[:, n] for n in (5, 6, 7, 4)]
+    layer, evidence = failures(check(clean, STAGE_1, tensors=shifted))["routes of that layer"]
+    assert layer == 5
+    assert "routes of layer 6" in evidence
+    assert "+1 layers" in evidence
+
+
+def test_tokens_in_another_order(clean):
+    tensors = [t[::-1] for t in expand(clean, STAGE_1).tensors]
+    _, evidence = failures(check(clean, STAGE_1, tensors=tensors))["routes of that layer"]
+    assert "another order" in evidence
+
+
+def test_live_routers_of_another_stage(clean):
+    layer, evidence = failures(check(clean, STAGE_1, layer_numbers=[4, 5, 6, 7]))["layer numbers"]
+    assert layer == 4
+    assert "[4, 5, 6, 7]" in evidence
+    assert "[5, 6, 7, 8]" in evidence
+
+
+def test_a_tensor_for_the_dense_layer_too(clean):
+    tensors = [clean.routed_experts[:, n] for n in range(4)]
+    found = failures(check(clean, STAGE_0, tensors=tensors))
+    assert found.keys() == {"router count"}
+    assert "4 tensors for 3 routers" in found["router count"][1]
+
+
+def test_forwarding_the_last_token_too(clean):
+    _, evidence = failures(check(clean, STAGE_0, tokens=31))["token rows"]
+    assert "[30, 2]" in evidence
+    assert "token_ids[:-1]" in evidence
+
+
+def test_float_tensors(clean):
+    tensors = [t.astype(np.float32) for t in expand(clean, STAGE_0).tensors]
+    assert "float32" in failures(check(clean, STAGE_0, tensors=tensors))["token rows"][1]
+
+
+def test_the_report_reads_well(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((7, 5, 1), 17))
+    report = check(broken, STAGE_1)
+    assert report.summary == "pipeline stage 1 of 2: NOT lined up (expert range)"
+    assert str(report).count("FAIL") == 1
+    assert "<table>" in report._repr_html_()
+    with pytest.raises(ShardError, match="expert 17 of 16"):
+        report.raise_for_faults()
