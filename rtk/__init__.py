@@ -11,7 +11,7 @@ layers included. Only `rtk.replay` speaks of Megatron's layer numbers, which cou
 import importlib
 from types import ModuleType
 
-from rtk import errors, replay, serve, usage
+from rtk import compare, errors, replay, serve, usage
 from rtk.generator import RemoteInferenceGenerator, RetryPolicy
 from rtk.layout import ModelLayout
 from rtk.loops import allow_nested_loops
@@ -31,6 +31,7 @@ __all__ = [
     "Sample",
     "Session",
     "allow_nested_loops",
+    "compare",
     "connect",
     "errors",
     "load_traces",

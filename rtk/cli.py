@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rtk.errors import RtkError
+from rtk import _shipped
+from rtk.errors import EmbeddedServerError, RtkError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +58,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from rtk.serve import default_model
-    from rtk.serve.app import run
+    try:
+        from rtk.serve.app import run
+    except ModuleNotFoundError as error:
+        raise EmbeddedServerError(f"{error}: the server needs it; pip install 'rtk[embedded]'") from error
 
     run(
-        options.model or default_model(),
+        options.model or _shipped.find("tiny_moe"),
         port=options.port,
         max_model_len=options.max_model_len,
         served_model_name=options.served_model_name,

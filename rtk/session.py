@@ -210,10 +210,9 @@ class Session:
             result = await self._generate(prompt_ids, settings, routes, collect)
         finally:
             showing.cancel()
-            # A failure to show must surface, and a stop by our own cancel must not.
-            (failure,) = await asyncio.gather(showing, return_exceptions=True)
-        if not isinstance(failure, asyncio.CancelledError):
-            raise failure
+            await asyncio.wait([showing])
+        if not showing.cancelled():
+            showing.result()  # a failure to show must surface
         send_text(await self._texts.decode(result.token_ids))
         return result
 

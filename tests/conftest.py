@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rtk import ModelLayout, RouteTrace
+import rtk
+from rtk import ModelLayout, RouteTrace, _shipped
+
+from . import vllm
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -42,3 +46,32 @@ def trace(layout: ModelLayout) -> RouteTrace:
         logprobs=np.array([-0.5, -1.25]),
         source={"model": "hand-made", "seed": 7},
     )
+
+
+@pytest.fixture(scope="session")
+def embedded_server() -> Iterator[rtk.serve.EmbeddedServer]:
+    """The embedded server with the tiny model, one for all tests."""
+    pytest.importorskip("transformers", reason="the embedded server needs rtk[embedded]")
+    with rtk.serve.embedded(max_model_len=512) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_url() -> Iterator[str]:
+    """A real vLLM with the tiny model, one for all tests; see tests/vllm.py."""
+    with vllm.running(_shipped.find("tiny_moe"), *vllm.ROUTES) as url:
+        yield url
+
+
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def url(request: pytest.FixtureRequest) -> str:
+    """Each kind of server in turn: what holds for one must hold for the other."""
+    if request.param == "vllm":
+        return request.getfixturevalue("vllm_url")
+    return request.getfixturevalue("embedded_server").url
+
+
+@pytest.fixture
+def session(url: str) -> Iterator[rtk.Session]:
+    with rtk.connect(url) as session:
+        yield session

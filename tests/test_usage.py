@@ -92,7 +92,7 @@ def test_heatmap_of_one_layer(trace):
 def test_bad_input_is_named(trace):
     with pytest.raises(TraceError, match="no traces"):
         usage.counts([])
-    with pytest.raises(TraceError, match="holds one in .trace"):
+    with pytest.raises(TraceError, match=r"holds one in \.trace"):
         usage.counts([trace.token_ids])
     with pytest.raises(TraceError, match="span is 'answer'"):
         usage.counts(trace, span="answer")

@@ -88,6 +88,22 @@ def balance_loss(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return experts * (share * probabilities.mean(0)).sum()
 
 
+def split_tokens(
+    corpus: Path, tokenizer: Tokenizer
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Each domain's tokens as uint16, to train on and held out; each document ends with the end mark."""
+    training, held_out = {}, {}
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    for name in DOMAINS:
+        documents = (corpus / f"{name}.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
+        encoded = tokenizer.encode_batch(documents)
+        tokens = np.concatenate([np.array([*e.ids, end], dtype=np.uint16) for e in encoded])
+        cut = int(len(tokens) * (1 - HELD_OUT))
+        training[name], held_out[name] = tokens[:cut], tokens[cut:]
+        print(f"{name:12} {len(tokens):10,} tokens", flush=True)
+    return training, held_out
+
+
 def learning_rate(progress: float) -> float:
     """Linear warm-up over the first 4 percent, then a cosine to a twentieth of the peak."""
     if progress < 0.04:
@@ -118,15 +134,7 @@ def main() -> None:
     model = Qwen3MoeForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
-    training, held_out = {}, {}
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    for name in DOMAINS:
-        documents = (options.corpus / f"{name}.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
-        encoded = tokenizer.encode_batch(documents)
-        tokens = np.concatenate([np.array([*e.ids, end], dtype=np.uint16) for e in encoded])
-        cut = int(len(tokens) * (1 - HELD_OUT))
-        training[name], held_out[name] = tokens[:cut], tokens[cut:]
-        print(f"{name:12} {len(tokens):10,} tokens", flush=True)
+    training, held_out = split_tokens(options.corpus, tokenizer)
 
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]

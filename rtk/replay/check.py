@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +128,7 @@ def _findings(
     trace: RouteTrace,
     shard: Shard,
     expected: ExpandedRoutes,
-    arrays: Sequence[npt.NDArray[np.generic]],
+    arrays: Sequence[npt.NDArray[Any]],
     live_numbers: tuple[int, ...],
     rows: int,
 ) -> Iterator[Finding]:
@@ -180,7 +181,7 @@ def _dense_rows(trace: RouteTrace) -> Finding:
     )
 
 
-def _count(arrays: Sequence[npt.NDArray[np.generic]], live: tuple[int, ...]) -> Finding:
+def _count(arrays: Sequence[npt.NDArray[Any]], live: tuple[int, ...]) -> Finding:
     if len(arrays) == len(live):
         return Finding("router count", True, f"{len(arrays)} tensors for {len(live)} routers")
     return Finding(
@@ -191,7 +192,7 @@ def _count(arrays: Sequence[npt.NDArray[np.generic]], live: tuple[int, ...]) -> 
     )
 
 
-def _shape(numbered: list[tuple[int, npt.NDArray[np.generic]]], rows: int, top_k: int) -> Finding:
+def _shape(numbered: list[tuple[int, npt.NDArray[Any]]], rows: int, top_k: int) -> Finding:
     name = "token rows"
     for number, array in numbered:
         if array.dtype.kind not in "iu":
@@ -211,7 +212,7 @@ def _shape(numbered: list[tuple[int, npt.NDArray[np.generic]]], rows: int, top_k
     return Finding(name, True, f"{rows} rows of top-{top_k}")
 
 
-def _range(numbered: list[tuple[int, npt.NDArray[np.generic]]], num_experts: int) -> Finding:
+def _range(numbered: list[tuple[int, npt.NDArray[Any]]], num_experts: int) -> Finding:
     name = "expert range"
     for number, array in numbered:
         bad = (array < 0) | (array >= num_experts)
@@ -228,10 +229,10 @@ def _range(numbered: list[tuple[int, npt.NDArray[np.generic]]], num_experts: int
     return Finding(name, True, f"all ids lie in 0..{num_experts - 1}")
 
 
-def _not_zero(numbered: list[tuple[int, npt.NDArray[np.generic]]]) -> Finding:
+def _not_zero(numbered: list[tuple[int, npt.NDArray[Any]]]) -> Finding:
     name = "not all zero"
     for number, array in numbered:
-        zero = ~array.any(axis=1)
+        zero = (array == 0).all(axis=1)
         # Experts of a row are distinct, so with top-2 and more a row of zeros cannot be real. With top-1
         # it can: every token at expert 0. Only a whole layer of it is then suspicious.
         impossible = zero if array.shape[1] > 1 else np.full(len(zero), bool(zero.all()))
@@ -247,7 +248,7 @@ def _not_zero(numbered: list[tuple[int, npt.NDArray[np.generic]]]) -> Finding:
     return Finding(name, True, "no row is all 0")
 
 
-def _distinct(numbered: list[tuple[int, npt.NDArray[np.generic]]]) -> Finding:
+def _distinct(numbered: list[tuple[int, npt.NDArray[Any]]]) -> Finding:
     name = "distinct experts"
     for number, array in numbered:
         ordered = np.sort(array, axis=1)
@@ -265,7 +266,7 @@ def _distinct(numbered: list[tuple[int, npt.NDArray[np.generic]]]) -> Finding:
     return Finding(name, True, "the experts of each row differ")
 
 
-def _same_as_trace(numbered: list[tuple[int, npt.NDArray[np.generic]]], trace: RouteTrace) -> Finding:
+def _same_as_trace(numbered: list[tuple[int, npt.NDArray[Any]]], trace: RouteTrace) -> Finding:
     name = "routes of that layer"
     for number, array in numbered:
         # The live number may be one that the model does not have; layer numbers reports that.

@@ -1,0 +1,194 @@
+"""A small MoE language model on the CPU, one token a step, with the routes of every step.
+
+The routes are those of the forward pass that made the token: each router module's own output is
+recorded as it passes by, nothing is computed a second time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from rtk.errors import EmbeddedServerError, LayoutError
+from rtk.layout import ModelLayout
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens, under vLLM's names and with its meanings.
+
+    Attributes:
+        max_tokens: generate at most so many.
+        min_tokens: do not stop before so many.
+        temperature: 0 takes the most probable token.
+        top_p: sample from the smallest set of tokens that holds this probability.
+        top_k: sample from the so many most probable tokens; 0 for all.
+        seed: of this request's own random numbers; None draws a fresh one.
+        logprobs: also report the so many most probable tokens of each step; None reports none at all.
+        stop_token_ids: end after any of these.
+        ignore_eos: go on past the model's own end-of-text token.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        id: the token.
+        logprob: natural log of its probability in the model's own distribution, before temperature.
+        top: (token, logprob) of the most probable tokens of that step, best first.
+        finish_reason: "stop" or "length" on the last token, else None.
+    """
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    finish_reason: str | None
+
+
+@dataclass
+class Generation:
+    """One sequence under way; `Engine.step` moves it on by a token."""
+
+    prompt: list[int]
+    params: SamplingParams
+    random: torch.Generator
+    cache: DynamicCache
+    generated: list[int] = field(default_factory=list)
+    routes: list[npt.NDArray[np.unsignedinteger[Any]]] = field(default_factory=list)
+
+    def routed_experts(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Expert ids `[prompt + generated - 1, layers, top_k]`: a row for each token that was forwarded."""
+        return np.concatenate(self.routes)
+
+
+class Engine:
+    """Loads a model folder and generates from it. Not thread-safe: one step at a time.
+
+    Args:
+        folder: a Hugging Face model folder with a tokenizer.
+        max_model_len: longest sequence, prompt and answer; the model's own limit where left out.
+
+    Raises:
+        EmbeddedServerError: the folder holds no MoE model that transformers can load, or one whose
+            routers cannot be recorded.
+    """
+
+    def __init__(self, folder: Path, *, max_model_len: int | None = None) -> None:
+        try:
+            self.layout = ModelLayout.from_config(folder)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+        except (OSError, ValueError, LayoutError) as error:
+            raise EmbeddedServerError(f"cannot serve the model in {folder}: {error}") from error
+        self._model.eval()
+        longest = int(self._model.config.max_position_embeddings)
+        if max_model_len is not None and not 1 <= max_model_len <= longest:
+            raise EmbeddedServerError(
+                f"max_model_len is {max_model_len}; this model takes 1..{longest} tokens"
+            )
+        self.max_model_len = max_model_len or longest
+        self.vocab_size = int(self._model.config.vocab_size)
+        eos = self._model.config.eos_token_id
+        self._eos = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self._dtype = np.uint8 if self.layout.num_experts <= 256 else np.uint16
+        self._passing: dict[int, torch.Tensor] = {}
+        self._record_routers()
+
+    def _record_routers(self) -> None:
+        found = []
+        for name, module in self._model.named_modules():
+            layer = re.search(r"\blayers\.(\d+)\.", name)
+            if layer and type(module).__name__.endswith("Router"):
+                found.append(int(layer[1]))
+                module.register_forward_hook(self._recorder(int(layer[1])))
+        if tuple(found) != self.layout.moe_layers:
+            raise EmbeddedServerError(
+                f"{type(self._model).__name__} has routers in layers {found}, while its config names the MoE layers "
+                f"{list(self.layout.moe_layers)}: its routes cannot be recorded"
+            )
+
+    def _recorder(self, layer: int) -> Any:
+        def record(_module: torch.nn.Module, _inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+            # transformers' routers return (logits, weights, indices).
+            self._passing[layer] = output[-1]
+
+        return record
+
+    def start(self, prompt: list[int], params: SamplingParams) -> Generation:
+        """Begin a sequence; nothing is computed yet."""
+        random = torch.Generator()
+        if params.seed is None:
+            random.seed()
+        else:
+            random.manual_seed(params.seed)
+        return Generation(list(prompt), params, random, DynamicCache(config=self._model.config))
+
+    @torch.inference_mode()
+    def step(self, generation: Generation) -> Token:
+        """Forward what is new, record its routes, and choose the next token."""
+        params = generation.params
+        new = generation.generated[-1:] or generation.prompt
+        output = self._model(
+            torch.tensor([new]), past_key_values=generation.cache, use_cache=True, logits_to_keep=1
+        )
+        generation.routes.append(self._take_routes(len(new)))
+        logits = output.logits[0, -1].float()
+        logprobs = logits.log_softmax(-1)
+        may_stop = len(generation.generated) >= params.min_tokens
+        if not may_stop:
+            logits[list(self._stops(params))] = -torch.inf
+        chosen = _choose(logits, params, generation.random)
+        generation.generated.append(chosen)
+        finish_reason = None
+        if may_stop and chosen in self._stops(params):
+            finish_reason = "stop"
+        elif len(generation.generated) >= params.max_tokens:
+            finish_reason = "length"
+        best = logprobs.topk(params.logprobs or 0)
+        top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return Token(chosen, float(logprobs[chosen]), top, finish_reason)
+
+    def _stops(self, params: SamplingParams) -> frozenset[int]:
+        return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos
+
+    def _take_routes(self, rows: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        routes = np.zeros((rows, self.layout.num_layers, self.layout.top_k), dtype=self._dtype)
+        for layer in self.layout.moe_layers:
+            routes[:, layer] = self._passing.pop(layer).reshape(rows, -1).numpy()
+        return routes
+
+
+def _choose(logits: torch.Tensor, params: SamplingParams, random: torch.Generator) -> int:
+    if params.temperature == 0:
+        return int(logits.argmax())
+    ordered, tokens = (logits / params.temperature).sort(descending=True)
+    if params.top_k:
+        ordered, tokens = ordered[: params.top_k], tokens[: params.top_k]
+    probabilities = ordered.softmax(-1)
+    if params.top_p < 1:
+        # Keep each token before which less than top_p has been collected: the best one always stays.
+        probabilities = torch.where(
+            probabilities.cumsum(-1) - probabilities < params.top_p, probabilities, 0.0
+        )
+    return int(tokens[torch.multinomial(probabilities, 1, generator=random)])

@@ -1,0 +1,284 @@
+"""Sessions against the embedded server and, where it is installed, against a real vLLM."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rtk
+from rtk import ModelLayout, RemoteInferenceGenerator, RetryPolicy, _shipped, compare
+from rtk.errors import (
+    LayoutError,
+    PayloadError,
+    RequestRejected,
+    RoutesMissing,
+    ServerFailed,
+    ServerUnreachable,
+    UnknownModel,
+)
+from rtk.replay import Shard, check
+
+from . import vllm
+from .stub import serving, text
+
+PROMPT = "It was a cold evening, and the whole party"
+
+
+def test_connect_finds_out_what_is_served(session):
+    config = json.loads((_shipped.find("tiny_moe") / "config.json").read_text())
+    assert session.max_model_len == 512
+    assert session.server_version.startswith("0.30.0")
+    assert session.layout.num_layers == config["num_hidden_layers"]
+    assert session.layout.dense_layers == tuple(config["mlp_only_layers"])
+    assert session.layout.num_experts == config["num_experts"]
+    assert session.url in repr(session)
+
+
+def test_sample_gives_text_tokens_and_routes_that_belong_together(session):
+    sample = session.sample(PROMPT, max_tokens=12, temperature=0)
+    prompt, result, trace = sample.prompt_token_ids, sample.result, sample.trace
+    assert session.detokenize(prompt) == PROMPT
+    assert 1 <= len(result.token_ids) <= 12
+    assert len(result.logprobs) == len(result.token_ids)
+    assert trace.token_ids.tolist() == prompt + result.token_ids
+    assert trace.text == PROMPT + sample.text
+    assert trace.prompt_tokens == len(prompt)
+    assert trace.rows == len(trace.token_ids) - 1
+    assert trace.routed_experts.dtype == np.uint8
+    assert trace.source["model"] == session.model
+    assert trace.source["sampling_params"]["max_tokens"] == 12
+
+
+def test_token_ids_are_taken_as_they_are(session):
+    ids = session.tokenize(PROMPT)
+    a = session.sample(ids, max_tokens=5, temperature=0)
+    b = session.sample(PROMPT, max_tokens=5, temperature=0)
+    assert a.prompt_token_ids == ids
+    assert a.result.token_ids == b.result.token_ids
+
+
+def test_a_seed_repeats_a_sample(session):
+    a, b = (session.sample(PROMPT, max_tokens=8, temperature=1.0, seed=11) for _ in range(2))
+    assert a.result.token_ids == b.result.token_ids
+
+
+def test_the_text_comes_in_while_it_is_generated(session):
+    seen = []
+    sample = session.sample(PROMPT, max_tokens=10, temperature=0, on_text=seen.append)
+    assert seen[-1] == sample.text
+    assert all(sample.text.startswith(part.rstrip("\ufffd")) for part in seen)
+    assert sample.result.token_ids == session.sample(PROMPT, max_tokens=10, temperature=0).result.token_ids
+
+
+def test_a_failing_callback_is_not_swallowed(session):
+    def fail(_: str) -> None:
+        raise RuntimeError("display is gone")
+
+    with pytest.raises(RuntimeError, match="display is gone"):
+        session.sample(PROMPT, max_tokens=10, on_text=fail)
+    assert session.sample(PROMPT, max_tokens=2).trace is not None
+
+
+def test_awaitable_in_any_loop_and_many_at_once(session):
+    async def run():
+        seen = []
+        samples = await asyncio.gather(
+            *(session.asample(PROMPT, max_tokens=3, temperature=0, on_text=seen.append) for _ in range(6))
+        )
+        return samples, seen
+
+    samples, seen = asyncio.run(run())
+    assert len({tuple(sample.result.token_ids) for sample in samples}) == 1
+    assert len(seen) >= 6
+
+
+def test_blocking_calls_work_inside_a_running_loop(session):
+    async def run():
+        return session.sample(PROMPT, max_tokens=3, temperature=0)
+
+    assert asyncio.run(run()).trace is not None
+
+
+def test_without_routes_there_is_no_trace(session):
+    sample = session.sample(PROMPT, max_tokens=2, routes=False)
+    assert sample.trace is None
+    assert sample.result.routed_experts is None
+
+
+def test_routes_line_up_with_every_stage(session):
+    trace = session.sample(PROMPT, max_tokens=20, seed=0).trace
+    for rank in range(2):
+        report = check(trace, Shard(trace.layout, 2, rank))
+        assert report.ok, str(report)
+
+
+def test_the_same_prompt_twice_gives_the_same_routes(session):
+    """The second time its prefix may come from a cache."""
+    a, b = (session.sample(PROMPT * 4, max_tokens=6, temperature=0).trace for _ in range(2))
+    np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([5, 999_999], "Token id 999999 is out of vocabulary"),
+        ([5] * 600, "maximum model length of 512"),
+        ([], "at least 1 item"),
+        ([5, -1], "negative"),
+    ],
+)
+def test_bad_prompts_carry_the_servers_explanation(session, prompt, words):
+    with pytest.raises(RequestRejected, match=words):
+        session.sample(prompt, max_tokens=2)
+
+
+def test_bad_settings_carry_the_servers_explanation(session):
+    with pytest.raises(RequestRejected, match="temperature must be non-negative"):
+        session.sample(PROMPT, temperature=-1)
+
+
+def test_an_unknown_model_names_those_that_are_there(url):
+    with pytest.raises(UnknownModel, match=r"has no model 'gpt-5'; it serves '"):
+        rtk.connect(url, model="gpt-5")
+
+
+def test_a_generator_asked_for_an_unknown_model_says_what_the_server_says(url):
+    async def run():
+        async with RemoteInferenceGenerator(url, "nope") as generator:
+            await generator.generate([5, 6], {"max_tokens": 1})
+
+    with pytest.raises(RequestRejected, match="The model `nope` does not exist"):
+        asyncio.run(run())
+
+
+def test_no_server_is_said_at_once():
+    with pytest.raises(ServerUnreachable, match=r"no inference server answers at http://127.0.0.1:9/"):
+        rtk.connect("http://127.0.0.1:9")
+
+
+def test_something_else_at_the_port():
+    async def run(answer):
+        async with serving(answer) as stub:
+            return await asyncio.to_thread(rtk.connect, stub.url)
+
+    with pytest.raises(ServerFailed, match="Is this the address of an inference server"):
+        asyncio.run(run(text("<html>welcome</html>", content_type="text/html")))
+    with pytest.raises(PayloadError, match="names no models"):
+        asyncio.run(run(text('{"data": []}')))
+    with pytest.raises(RequestRejected, match="404"):
+        asyncio.run(run(text("not here", 404, "text/plain")))
+
+
+def test_an_unknown_layout_is_said_before_anything_is_sampled(vllm_answers):
+    models = text('{"data": [{"id": "m", "root": "somebody/some-moe"}]}')
+
+    async def run():
+        async with serving(models) as stub:
+            session = await asyncio.to_thread(rtk.connect, stub.url)
+            asked = len(stub.paths)
+            with pytest.raises(LayoutError, match=r"layout=rtk\.ModelLayout\.from_config"):
+                await session.asample([1, 2])
+            assert len(stub.paths) == asked
+            session.layout = ModelLayout(8, tuple(range(1, 8)), 16, 2)
+            await asyncio.to_thread(session.close)
+
+    asyncio.run(run())
+
+
+def test_several_models_want_a_choice():
+    models = text('{"data": [{"id": "a"}, {"id": "b"}]}')
+
+    async def run(model):
+        async with serving(models) as stub:
+            return await asyncio.to_thread(rtk.connect, stub.url, model=model)
+
+    with pytest.raises(UnknownModel, match=r"'a', 'b'; choose one"):
+        asyncio.run(run(None))
+    assert asyncio.run(run("b")).model == "b"
+
+
+def test_the_api_key_is_sent():
+    async def run():
+        async with serving(text('{"data": [{"id": "a"}]}')) as stub:
+            await asyncio.to_thread(rtk.connect, stub.url, api_key="secret")
+            return stub.headers
+
+    assert {headers["Authorization"] for headers in asyncio.run(run())} == {"Bearer secret"}
+
+
+def test_an_embedded_server_without_routes_says_what_to_do(embedded_server):
+    with rtk.serve.embedded(routed_experts=False) as server, rtk.connect(server.url) as session:
+        assert session.sample(PROMPT, max_tokens=2, routes=False).text
+        with pytest.raises(RoutesMissing, match="--enable-return-routed-experts"):
+            session.sample(PROMPT, max_tokens=2)
+
+
+@pytest.mark.vllm
+def test_a_vllm_without_the_flags_says_which(tmp_path):
+    with vllm.running(_shipped.find("tiny_moe"), "--enable-scale-out") as url, rtk.connect(url) as session:
+        with pytest.raises(RoutesMissing, match="--enable-return-routed-experts"):
+            session.sample(PROMPT, max_tokens=2)
+
+
+@pytest.mark.vllm
+def test_vllms_routes_agree_with_the_embedded_servers(vllm_url, embedded_server, capsys):
+    """bfloat16 against float32: nearly all routes are the same, and a fault would leave few of them so."""
+    theirs, ours = [], []
+    with rtk.connect(vllm_url) as there, rtk.connect(embedded_server.url) as here:
+        for texts in _shipped.prompts().values():
+            for seed, prompt in enumerate(texts):
+                trace = there.sample(prompt, max_tokens=48, temperature=0.7, seed=seed).trace
+                theirs.append(trace)
+                # The same tokens as a prompt: one forward pass over all of them.
+                ours.append(here.sample(trace.token_ids, max_tokens=1).trace)
+    table = compare.agreement(theirs, [_first_tokens(a, b) for a, b in zip(ours, theirs, strict=True)])
+    with capsys.disabled():
+        print("\n\nvLLM (bfloat16) against the embedded server (float32), same tokens:")
+        print(table.round(4).to_string())
+    assert (table["tokens"] > 800).all()
+    assert (table["same_experts"] > 0.9).all()
+
+
+def _first_tokens(trace, other):
+    """The part of a trace that the other one covers."""
+    tokens = len(other.token_ids)
+    return rtk.RouteTrace(
+        token_ids=trace.token_ids[:tokens],
+        token_text=trace.token_text[:tokens],
+        prompt_tokens=other.prompt_tokens,
+        routed_experts=trace.routed_experts[:tokens],
+        layout=trace.layout,
+    )
+
+
+@pytest.mark.vllm
+def test_cancelling_stops_vllm(vllm_url):
+    import re
+    import time
+    import urllib.request
+
+    def running() -> float:
+        metrics = urllib.request.urlopen(f"{vllm_url}/metrics", timeout=10).read().decode()
+        return sum(map(float, re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.M)))
+
+    async def run() -> None:
+        async with RemoteInferenceGenerator(vllm_url, retry=RetryPolicy(tries=1)) as generator:
+            work = generator.generate([5, 6, 7], {"max_tokens": 480, "ignore_eos": True})
+            task = asyncio.create_task(work)
+            while await asyncio.to_thread(running) < 1:
+                assert not task.done(), "the request was over before it was seen to run"
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    deadline = time.monotonic() + 5
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running() == 0
+
+
+def test_the_shipped_model_is_small_enough_to_clone():
+    assert (Path(_shipped.find("tiny_moe")) / "model.safetensors").stat().st_size < 20_000_000
