@@ -65,5 +65,7 @@ def _common_rows(
     # One of the two may have forwarded its last token as well.
     rows = min(x.rows, y.rows)
     if abs(x.rows - y.rows) > 1 or not np.array_equal(x.token_ids[:rows], y.token_ids[:rows]):
-        raise TraceError(f"pair {number}: the traces hold different tokens, so their routes are not comparable")
+        raise TraceError(
+            f"pair {number}: the traces hold different tokens, so their routes are not comparable"
+        )
     return x.routed_experts[:rows].astype(np.int32), y.routed_experts[:rows].astype(np.int32)

@@ -1,0 +1,40 @@
+"""Four stand-ins that let megatron-core 0.16 run a forward pass where there is no CUDA.
+
+They change torch and megatron for the whole process, so they are applied in the child processes of
+`rtk.replay.verify` and in tests, and do nothing on a machine with CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
+
+
+class _NoStream:
+    """Stands for a CUDA stream: work on a CPU is in order anyway."""
+
+
+def apply() -> None:
+    """Apply the stand-ins, unless CUDA is there to do the real thing."""
+    if torch.cuda.is_available():
+        return
+    cpu = torch.device("cpu")
+    # Megatron asks where to put buffers and takes the answer as a device.
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    # Dispatchers make a stream for copies to the host when they are built, used or not.
+    torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
+    # Initialisation and dropout switch to a CUDA generator by name; there is none to switch.
+    CudaRNGStatesTracker.fork = _no_fork
+    # Without Transformer Engine the module never defines the name that its router then looks up.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+@contextlib.contextmanager
+def _no_fork(_tracker: Any, *_names: Any) -> Iterator[None]:
+    yield

@@ -1,0 +1,110 @@
+"""One process of `rtk.replay.verify`: python -m rtk.replay._megatron_worker REQUEST.json RANK."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rtk.errors import RtkError
+from rtk.replay import _megatron_cpu, megatron
+from rtk.replay._megatron_stage import Stage
+from rtk.replay.expand import ExpandedRoutes, expand
+from rtk.replay.shard import Shard
+from rtk.trace import RouteTrace, load_traces
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    rank, size = int(sys.argv[2]), int(request["pipeline_size"])
+    folder = Path(request["folder"])
+    torch.set_num_threads(1)  # several stages share the machine
+    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=size)
+    answer: dict[str, Any]
+    try:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
+        _megatron_cpu.apply()
+        stage = Stage(Path(request["model"]))
+        traces = load_traces(folder / "traces.zip")
+        answer = _verify(stage, traces, Shard(traces[0].layout, size, rank))
+    except RtkError as error:
+        answer = {"error": str(error)}
+    (folder / f"answer-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    # No destroy_process_group: after an error the other stages wait in a receive that never comes, and
+    # the parent ends them.
+
+
+def _verify(stage: Stage, traces: list[RouteTrace], shard: Shard) -> dict[str, Any]:
+    same: dict[int, list[np.ndarray[Any, Any]]] = {
+        number: [] for number in megatron.router_layer_numbers(stage.model)
+    }
+    honoured = True
+    gaps: dict[str, list[float]] = {"own": [], "replayed": []}
+    for trace in traces:
+        expanded = expand(trace, shard)
+        inputs = torch.from_numpy(trace.token_ids[: trace.rows].astype(np.int64))
+        with megatron.recording(stage.model) as recorded:
+            own_logits = stage.forward(inputs)
+        for number, tensor in zip(expanded.layer_numbers, expanded.tensors, strict=True):
+            own = recorded[number].numpy()
+            same[number].append((np.sort(own, axis=1) == np.sort(tensor, axis=1)).all(axis=1))
+        with megatron.replaying(stage.model, expanded), _RoutingMaps(stage.model) as maps:
+            replayed_logits = stage.forward(inputs)
+        honoured &= maps.equal(expanded)
+        if own_logits is not None and replayed_logits is not None and trace.logprobs is not None:
+            gaps["own"] += _logprob_gaps(own_logits, trace)
+            gaps["replayed"] += _logprob_gaps(replayed_logits, trace)
+    return {
+        "router_layer_numbers": list(same),
+        "agreement": [float(np.concatenate(rows).mean()) for rows in same.values()],
+        "replay_honoured": honoured,
+        "logprob_gap": float(np.mean(gaps["own"])) if gaps["own"] else None,
+        "logprob_gap_replayed": float(np.mean(gaps["replayed"])) if gaps["replayed"] else None,
+    }
+
+
+class _RoutingMaps:
+    """Watches which experts each router really sends tokens to, whatever RouterReplay says it did."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seen: dict[int, torch.Tensor] = {}
+        self._hooks = [router.register_forward_hook(self._see) for router in megatron.routers(model)]
+
+    def _see(self, router: Any, _inputs: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._seen[router.layer_number] = output[1]  # bool [tokens, experts]
+
+    def __enter__(self) -> _RoutingMaps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def equal(self, expanded: ExpandedRoutes) -> bool:
+        """Whether each token went to the experts that were installed, and to no other."""
+        for number, tensor in zip(expanded.layer_numbers, expanded.tensors, strict=True):
+            wanted = torch.zeros_like(self._seen[number])
+            wanted.scatter_(1, torch.from_numpy(tensor).long(), True)
+            if not torch.equal(wanted, self._seen[number]):
+                return False
+        return True
+
+
+def _logprob_gaps(logits: torch.Tensor, trace: RouteTrace) -> list[float]:
+    """Absolute differences of the generated tokens' logprobs; row i predicts token i + 1."""
+    assert trace.logprobs is not None
+    start, stop = trace.prompt_tokens - 1, len(trace.token_ids) - 1
+    targets = torch.from_numpy(trace.token_ids[start + 1 :].astype(np.int64))
+    ours = logits[start:stop].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    gaps: list[float] = (ours - torch.from_numpy(trace.logprobs)).abs().tolist()
+    return gaps
+
+
+if __name__ == "__main__":
+    main()
