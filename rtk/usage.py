@@ -136,6 +136,7 @@ def heatmap(
         ax=ax,
         cmap="cividis",  # reads the same with every common colour blindness
         vmin=0,
+        vmax=None if np.isfinite(relative).any() else 1.0,  # seaborn cannot scale what is all NaN
         yticklabels=[str(layer) for layer in shown],
         xticklabels=max(1, layout.num_experts // 32),
         cbar_kws={"label": "load / even load"},

@@ -65,10 +65,10 @@ def forward_with_routes(reference, layout, routes):
     return logits
 
 
-def other_routes(layout, rows=len(TOKENS)):
+def other_routes(layout):
     """Distinct experts, drawn without asking any router."""
     rng = np.random.default_rng(1)
-    routes = np.zeros((rows, layout.num_layers, layout.top_k), np.uint8)
+    routes = np.zeros((len(TOKENS), layout.num_layers, layout.top_k), np.uint8)
     for row in routes:
         for layer in layout.moe_layers:
             row[layer] = rng.choice(layout.num_experts, layout.top_k, replace=False)
