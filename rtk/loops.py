@@ -19,6 +19,8 @@ from rtk.errors import LoopError
 T = TypeVar("T")
 E = TypeVar("E")
 
+_WAKE_UP_S = 0.2
+
 
 class LoopThread:
     """A private event loop in a daemon thread, started on first use."""
@@ -53,7 +55,15 @@ class LoopThread:
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine that runs on the private loop, from any other one."""
-        return await asyncio.wrap_future(self.submit(work))
+        future = asyncio.wrap_future(self.submit(work))
+        try:
+            while not future.done():
+                # ipykernel's interrupt cancels the cell's task without waking its loop, which has nothing
+                # else to wake it while all the traffic is on this one.
+                await asyncio.wait([future], timeout=_WAKE_UP_S)
+            return future.result()
+        finally:
+            future.cancel()
 
     def is_current(self) -> bool:
         """Whether the caller already is on this loop."""

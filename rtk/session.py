@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,6 +71,8 @@ class Session:
         self.layout = layout
         self._generator = generator
         self._texts = TokenTexts(generator, model)
+        # A cell that runs `session = rtk.connect(...)` again drops the old session without closing it.
+        weakref.finalize(self, _close_in_background, generator)
 
     def sample(
         self,
@@ -242,6 +245,11 @@ class Session:
                 **source,
             },
         )
+
+
+def _close_in_background(generator: RemoteInferenceGenerator) -> None:
+    # Garbage may be collected in any thread, the loop's own too, so this must not wait.
+    loops.background.submit(generator.aclose())
 
 
 def connect(

@@ -32,7 +32,7 @@ def test_connect_finds_out_what_is_served(session):
     assert session.server_version.startswith("0.30.0")
     assert session.layout.num_layers == config["num_hidden_layers"]
     assert session.layout.dense_layers == tuple(config["mlp_only_layers"])
-    assert session.layout.num_experts == config["num_experts"]
+    assert session.layout.num_experts == config["num_local_experts"]
     assert session.url in repr(session)
 
 

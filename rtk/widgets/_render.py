@@ -1,7 +1,4 @@
-"""What the widgets show, as HTML and PNG; nothing here knows of ipywidgets.
-
-Colours come from JupyterLab's theme variables or are translucent, so that both themes stay readable.
-"""
+"""What the widgets show, as HTML and PNG: plain functions of a trace, without any widget."""
 
 from __future__ import annotations
 
@@ -13,67 +10,123 @@ from collections.abc import Sequence
 from rtk import usage
 from rtk.trace import RouteTrace
 
-_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:var(--jp-code-font-family,monospace);line-height:1.7"
-_PROMPT = "text-decoration:underline;text-decoration-color:#8888;text-underline-offset:4px"
-_SELECTED = "background:rgba(90,150,240,.35);border-radius:2px"
+# Text takes its colour from the theme around it; backgrounds are see-through tints of Okabe and Ito's
+# blue and vermilion, which keep apart with every common colour blindness, on white and on black.
+_STYLE = """<style>
+.rtk-text { font-family: var(--jp-code-font-family, monospace); font-size: 13px; line-height: 1.5; color: inherit;
+  white-space: pre-wrap; overflow-wrap: anywhere; max-height: 18em; overflow-y: auto;
+  padding: 6px 10px; border-left: 4px solid #8888; }
+.rtk-text u { text-decoration-thickness: 1px; text-underline-offset: 3px; }
+.rtk-tokens { line-height: 1.8; }
+.rtk-tokens span, .rtk-tokens mark { border-left: 1px solid #8888; padding: 2px 0; color: inherit; }
+.rtk-tokens span { opacity: .65; }
+.rtk-tokens mark { background: #0072b250; }
+.rtk-note { font-size: 12px; opacity: .8; line-height: 1.5; }
+.rtk-error { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; color: inherit;
+  padding: 6px 10px; border-left: 4px solid #d55e00; background: #d55e0028; }
+table.rtk-usage { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; color: inherit; }
+table.rtk-usage th, table.rtk-usage td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8886; }
+img.rtk-picture { max-width: 100%; }
+</style>"""
+
+# A browser lays an inch out as 96 pixels; screens with twice as many get a sharp picture too.
+_PIXELS_PER_INCH = 96
+_SHARPNESS = 2
+
+# A strip of every token of a long context would be megabytes of HTML at each change of the selection.
+_STRIP_TOKENS = 1500
+_STRIP_LEAD = 50
 
 
-def running_text(prompt: str, generated: str) -> str:
-    """A prompt, underlined, and what has been generated from it so far."""
-    return f'<div style="{_TEXT}"><span style="{_PROMPT}">{html.escape(prompt)}</span>{html.escape(generated)}</div>'
+def page(*parts: str) -> str:
+    """Parts of this module's HTML together with the style that they need."""
+    return _STYLE + "\n".join(parts)
 
 
-def token_strip(trace: RouteTrace, selected: range, span: usage.Span) -> str:
-    """The tokens one by one: the prompt underlined, those that are counted marked, numbers on hovering."""
-    spans = []
-    for position, text in enumerate(trace.token_text):
-        in_prompt = position < trace.prompt_tokens
-        counted = (
-            position in selected
-            and position < trace.rows
-            and (span == "all" or (span == "prompt") == in_prompt)
-        )
-        styles = [style for style, wanted in ((_PROMPT, in_prompt), (_SELECTED, counted)) if wanted]
-        title = f"token {position}: id {trace.token_ids[position]}"
-        if position >= trace.rows:
-            title += ", sampled last and never forwarded: it has no routes"
-        # A token that is only a line break would be invisible.
-        shown = html.escape(text).replace("\n", "⏎\n")
-        spans.append(f'<span title="{title}" style="{";".join(styles)}">{shown}</span>')
-    return f'<div style="{_TEXT}">{"".join(spans)}</div>'
+def text(prompt: str, generated: str) -> str:
+    """A prompt, underlined, and what was generated after it."""
+    return f"<div class='rtk-text'><u>{html.escape(prompt)}</u>{html.escape(generated)}</div>"
 
 
-def heatmap_png(trace: RouteTrace, layers: Sequence[int], selected: range, span: usage.Span) -> bytes:
-    """The heat map of expert usage as a PNG file, drawn without pyplot's global state."""
+def note(words: str) -> str:
+    """An explanation in small print."""
+    return f"<div class='rtk-note'>{html.escape(words)}</div>"
+
+
+def error(problem: BaseException) -> str:
+    """A box that says what went wrong."""
+    name, message = type(problem).__name__, html.escape(str(problem))
+    return f"<div class='rtk-error' role='alert'><b>{name}</b>: {message}</div>"
+
+
+def token_strip(trace: RouteTrace, selected: range) -> str:
+    """The tokens one by one, prompt tokens underlined and selected ones marked.
+
+    Of a long trace, the tokens around the start of the selection; how many are left out is said.
+    """
+    total = len(trace.token_text)
+    start = max(0, min(selected.start - _STRIP_LEAD, total - _STRIP_TOKENS))
+    stop = min(total, start + _STRIP_TOKENS)
+    before = f"… {start} tokens … " if start else ""
+    after = f" … {total - stop} tokens …" if stop < total else ""
+    tokens = "".join(_token(trace, position, position in selected) for position in range(start, stop))
+    return f"<div class='rtk-text rtk-tokens'>{before}{tokens}{after}</div>"
+
+
+def _token(trace: RouteTrace, position: int, selected: bool) -> str:
+    words = trace.token_text[position]
+    kind = "prompt" if position < trace.prompt_tokens else "generated"
+    if position >= trace.rows:
+        kind += ", never forwarded, so without a route"
+    title = html.escape(f"{position}: {words!r}, id {trace.token_ids[position]}, {kind}", quote=True)
+    # A line break alone would be an invisible token.
+    shown = html.escape(words).replace("\n", "↵\n")
+    if position < trace.prompt_tokens:
+        shown = f"<u>{shown}</u>"
+    tag = "mark" if selected else "span"
+    return f"<{tag} title='{title}'>{shown}</{tag}>"
+
+
+def usage_table(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) -> str:
+    """`rtk.usage.table` of some layers as HTML, the columns that fit beside a picture.
+
+    Raises:
+        TraceError: as `rtk.usage.counts`.
+    """
+    columns = {
+        "evenness": "evenness",
+        "max_over_mean": "max/mean",
+        "busiest": "busiest",
+        "unused": "unused",
+    }
+    table = usage.table(trace, tokens=tokens).loc[list(layers), list(columns)].rename(columns=columns)
+    return table.reset_index().to_html(
+        index=False, border=0, classes="rtk-usage", float_format="{:.2f}".format
+    )
+
+
+def usage_picture(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) -> tuple[bytes, int]:
+    """`rtk.usage.heatmap` of some layers as a PNG, and the width in CSS pixels that it is meant for.
+
+    Raises:
+        TraceError: as `rtk.usage.heatmap`.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = min(11.0, 2.5 + 0.4 * trace.layout.num_experts)
-    figure = Figure(figsize=(width, 1.3 + 0.35 * len(layers)), layout="constrained")
-    usage.heatmap(
-        trace, span=span, tokens=slice(selected.start, selected.stop), layers=layers, ax=figure.subplots()
-    )
+    width = min(14.0, 1.6 + 0.33 * trace.layout.num_experts)
+    height = 1.0 + len(layers) * max(0.17, min(0.32, 8 / len(layers)))
+    # pyplot is left out on purpose: it would make this the current figure, and show it below the cell.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    usage.heatmap(trace, layers=layers, tokens=tokens, ax=figure.subplots())
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()
+    figure.savefig(buffer, format="png", dpi=_PIXELS_PER_INCH * _SHARPNESS)
+    return buffer.getvalue(), round(width * _PIXELS_PER_INCH)
 
 
-def usage_table(trace: RouteTrace, layers: Sequence[int], selected: range, span: usage.Span) -> str:
-    """The selected layers' usage as an HTML table."""
-    table = usage.table(trace, span=span, tokens=slice(selected.start, selected.stop)).loc[list(layers)]
-    shown = table[["assignments", "evenness", "max_over_mean", "busiest", "unused"]].reset_index()
-    rendered: str = shown.to_html(index=False, border=0, float_format="{:.2f}".format, na_rep="–")
-    return rendered
-
-
-def picture(png: bytes, alt: str) -> str:
-    """A PNG file as an HTML image that needs nothing beside it."""
+def picture(png: bytes, width: int, description: str) -> str:
+    """A PNG inside the HTML itself."""
     data = base64.b64encode(png).decode()
-    return f'<img alt="{html.escape(alt)}" style="max-width:100%" src="data:image/png;base64,{data}">'
-
-
-def error_box(message: str) -> str:
-    """An error as it should be read, at full length."""
-    return (
-        '<div role="alert" style="border-left:4px solid #d55e00;padding:.4em .8em;background:rgba(213,94,0,.12);'
-        f'white-space:pre-wrap;overflow-wrap:anywhere">{html.escape(message)}</div>'
-    )
+    alt = html.escape(description, quote=True)
+    return f"<img class='rtk-picture' width='{width}' alt='{alt}' src='data:image/png;base64,{data}'>"

@@ -1,32 +1,33 @@
-"""A prompt box, a button, and what the experts did with it."""
+"""Sample from a session and see which experts worked, without writing code."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import ipywidgets as ipw
-from IPython.display import HTML
+import ipywidgets
 
 from rtk.errors import RtkError
 from rtk.session import Sample, Session
 from rtk.trace import RouteTrace
-from rtk.usage import Span
 from rtk.widgets import _render
+from rtk.widgets._usage_view import UsageView
+
+if TYPE_CHECKING:
+    from IPython.display import HTML
 
 
-class Sampler(ipw.VBox):  # type: ignore[misc]
-    """Samples from a session and shows which experts were used, per layer and per token.
+class Sampler(ipywidgets.VBox):  # type: ignore[misc]
+    """A prompt box with a Sample button; shows the text as it comes in, then the usage of each layer.
 
-    The Sample button works while other cells run, and Stop cancels the request. Where no event loop runs,
-    as in a script, the button blocks until the sample is there.
+    The button's request runs beside the kernel, so other cells run meanwhile, and the Stop button
+    cancels it. Errors are shown in the widget.
 
     Args:
-        session: where to sample from; see `rtk.connect`.
-        prompt, max_tokens, temperature, top_p, seed: what the controls start with.
-
-    Attributes:
-        sample: the last sample, or None.
+        session: where to sample.
+        prompt, max_tokens, temperature, top_p, seed: what the fields hold at first; as `Session.sample`.
     """
 
     def __init__(
@@ -40,203 +41,171 @@ class Sampler(ipw.VBox):  # type: ignore[misc]
         seed: int | None = None,
     ) -> None:
         self._session = session
-        self.sample: Sample | None = None
+        self._sample: Sample | None = None
+        self._view: UsageView | None = None
         self._task: asyncio.Task[None] | None = None
-
-        self._prompt = ipw.Textarea(
-            prompt,
-            placeholder="Type a prompt",
-            layout=ipw.Layout(width="auto", height="130px", flex="1 1 auto"),
+        self._sampled_prompt = ""
+        self._prompt = ipywidgets.Textarea(
+            prompt, placeholder="Prompt", rows=4, layout={"width": "auto", "margin": "2px"}
         )
-        narrow = {"layout": ipw.Layout(width="290px"), "style": {"description_width": "92px"}}
-        self._max_tokens = ipw.BoundedIntText(
-            max_tokens, min=1, max=10**6, description="max tokens", **narrow
+        self._max_tokens = ipywidgets.IntText(max_tokens, **_field("max tokens", 150))
+        self._temperature = ipywidgets.FloatText(temperature, step=0.1, **_field("temperature", 150))
+        self._top_p = ipywidgets.FloatText(top_p, step=0.05, **_field("top-p", 110))
+        self._seed = ipywidgets.Text(
+            "" if seed is None else str(seed), placeholder="random", **_field("seed", 130)
         )
-        self._temperature = ipw.FloatSlider(
-            temperature, min=0, max=2, step=0.05, description="temperature", **narrow
+        self._start = ipywidgets.Button(
+            description="Sample", icon="play", button_style="primary", layout={"width": "100px"}
         )
-        self._top_p = ipw.FloatSlider(top_p, min=0.01, max=1, step=0.01, description="top-p", **narrow)
-        self._seed = ipw.Text(
-            "" if seed is None else str(seed), description="seed", placeholder="a new one each time", **narrow
+        self._stop = ipywidgets.Button(
+            description="Stop", icon="stop", disabled=True, layout={"width": "90px"}
         )
-        self._button = ipw.Button(description="Sample", button_style="primary", icon="play")
-        self._stop = ipw.Button(description="Stop", icon="stop", disabled=True)
-        self._status = ipw.Label()
-        self._error = ipw.HTML()
-        self._text = ipw.HTML(layout=ipw.Layout(margin="6px 0", min_height="2em"))
-
-        self._span = ipw.ToggleButtons(
-            options=["all", "prompt", "generated"], description="tokens", style={"button_width": "90px"}
-        )
-        self._tokens = ipw.IntRangeSlider(
-            value=(0, 1), min=0, max=1, description="from, to", layout=ipw.Layout(width="420px")
-        )
-        self._layers = ipw.SelectMultiple(
-            description="layers", layout=ipw.Layout(width="170px", height="210px")
-        )
-        self._picture = ipw.Image(format="png", layout=ipw.Layout(max_width="100%", object_fit="contain"))
-        self._table = ipw.HTML()
-        self._usage = ipw.VBox(
-            [
-                ipw.HBox([self._span, self._tokens]),
-                ipw.HBox([self._layers, self._picture], layout=ipw.Layout(align_items="center")),
-                self._table,
-            ],
-            layout=ipw.Layout(display="none"),
-        )
-        settings = ipw.VBox([self._max_tokens, self._temperature, self._top_p, self._seed])
+        self._status = ipywidgets.Label()
+        self._error = ipywidgets.HTML(layout={"width": "auto", "display": "none"})
+        self._text = ipywidgets.HTML(layout={"width": "auto", "display": "none"})
+        self._result = ipywidgets.VBox()
+        self._start.on_click(self._clicked)
+        self._stop.on_click(self.stop)
+        row = {"flex_flow": "row wrap", "align_items": "center"}
+        settings = [self._max_tokens, self._temperature, self._top_p, self._seed]
         super().__init__(
             [
-                ipw.HBox([self._prompt, settings]),
-                ipw.HBox([self._button, self._stop, self._status]),
+                self._prompt,
+                ipywidgets.HBox([*settings, self._start, self._stop, self._status], layout=row),
                 self._error,
                 self._text,
-                self._usage,
+                self._result,
             ],
-            layout=ipw.Layout(max_width="1000px"),
+            layout={"max_width": "1100px"},
         )
-        self._button.on_click(self._on_sample)
-        self._stop.on_click(lambda _: self.stop())
-        for control in (self._span, self._tokens, self._layers):
-            control.observe(self._on_selection, names="value")
+
+    @property
+    def sample(self) -> Sample | None:
+        """The sample that is shown; None before the first, and after one that failed or was stopped."""
+        return self._sample
 
     @property
     def trace(self) -> RouteTrace | None:
-        """The last sample's routes, or None."""
-        return self.sample.trace if self.sample else None
+        """The sample's trace; None where there is no sample."""
+        return None if self._sample is None else self._sample.trace
 
     def run(self) -> Sample:
-        """Do what the Sample button does, and wait for it; for scripts and saved notebooks.
+        """Do what the Sample button does, blocking until it is done; interrupt the kernel to stop it.
 
         Raises:
-            RtkError: as `Session.sample`; the widget shows it too.
+            RtkError: the widget is sampling already, or as `Session.sample`.
+            ValueError: the seed is no whole number.
         """
+        if self._start.disabled:
+            raise RtkError("this widget is sampling already; wait, or press its Stop button")
         self._begin()
-        try:
-            prompt, settings = self._request()
-            sample = self._session.sample(prompt, on_text=self._show_text, **settings)
-        except RtkError as error:
-            self._fail(str(error))
-            raise
-        except BaseException as error:
-            self._fail(f"{type(error).__name__}: {error}")
-            raise
-        self._show(sample)
+        with self._sampling():
+            sample = self._session.sample(**self._request(), on_text=self._show_text)
+            self._show(sample)
         return sample
 
-    def stop(self) -> None:
-        """Cancel the sample that is under way, if there is one."""
-        if self._task is not None:
-            self._task.cancel()
+    def stop(self, _: object = None) -> None:
+        """Cancel the request that the Sample button started; does nothing where there is none."""
+        task = self._task
+        if task is not None and not task.done():
+            # JupyterLab runs widget callbacks in a thread of their own, and a cell may call this as well.
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
     def static(self) -> HTML:
-        """What the widget shows, as plain HTML that a saved notebook keeps.
+        """What is shown now as plain HTML, for a page that runs nothing.
 
         Raises:
-            RtkError: nothing has been sampled yet.
+            RtkError: there is no sample to show.
         """
-        if self.trace is None:
-            raise RtkError("there is nothing to show yet: press Sample, or call run()")
-        chosen = self._selection()
-        alt = f"Load of each expert in layers {', '.join(map(str, chosen[0]))}"
-        parts = [
-            _render.token_strip(self.trace, *chosen[1:]),
-            _render.picture(_render.heatmap_png(self.trace, *chosen), alt),
-            _render.usage_table(self.trace, *chosen),
-        ]
-        return HTML("".join(parts))  # type: ignore[no-untyped-call]
+        from IPython.display import HTML
 
-    def _on_sample(self, _: ipw.Button) -> None:
+        if self._view is None:
+            raise RtkError("there is no sample to show; press Sample, or call run()")
+        return HTML(f"<div>{self._text.value}\n{self._view.html()}</div>")
+
+    def _clicked(self, _: object) -> None:
+        if self._start.disabled:
+            return  # the second half of a double click
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            try:
+            with contextlib.suppress(Exception):  # shown in the widget
                 self.run()
-            except RtkError:
-                return  # the widget shows it
             return
+        # A blocking call here would keep the kernel from hearing of the Stop button.
         self._begin()
-        self._task = loop.create_task(self._arun())
+        self._stop.disabled = False
+        self._task = loop.create_task(self._run_beside())
 
-    async def _arun(self) -> None:
+    async def _run_beside(self) -> None:
+        with contextlib.suppress(Exception, asyncio.CancelledError):  # shown in the widget
+            with self._sampling():
+                self._show(await self._session.asample(**self._request(), on_text=self._show_text))
+
+    def _begin(self) -> None:
+        self._start.disabled = True
+        self._sample = None
+        self._sampled_prompt = self._prompt.value
+        self._status.value = "sampling …"
+        _put(self._error, "")
+        _put(self._text, "")
+        self._result.children = ()
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[None]:
         try:
-            prompt, settings = self._request()
-            self._show(await self._session.asample(prompt, on_text=self._show_text, **settings))
-        except asyncio.CancelledError:
-            self._end("stopped")
-        except RtkError as error:
-            self._fail(str(error))
-        except Exception as error:
-            # Nobody awaits this task: what is not shown here would be lost in the kernel's log.
-            self._fail(f"{type(error).__name__}: {error}")
+            yield
+        except Exception as problem:
+            self._status.value = ""
+            _put(self._error, _render.error(problem))
+            raise
+        except BaseException:  # cancelled, or the kernel was interrupted
+            self._status.value = "stopped"
+            raise
         finally:
-            self._task = None
+            self._stop.disabled = True
+            self._start.disabled = False
 
-    def _request(self) -> tuple[str, dict[str, Any]]:
+    def _request(self) -> dict[str, Any]:
         seed = self._seed.value.strip()
-        if seed and not seed.removeprefix("-").isdecimal():
-            raise RtkError(f"the seed is {seed!r}; give a whole number, or leave it empty")
-        if not self._prompt.value:
-            raise RtkError("the prompt is empty; type at least one character")
-        return self._prompt.value, {
+        try:
+            number = int(seed) if seed else None
+        except ValueError as error:
+            raise ValueError(
+                f"the seed {seed!r} is no whole number; leave it empty for a random one"
+            ) from error
+        return {
+            "prompt": self._sampled_prompt,
             "max_tokens": self._max_tokens.value,
             "temperature": self._temperature.value,
             "top_p": self._top_p.value,
-            "seed": int(seed) if seed else None,
+            "seed": number,
         }
 
-    def _begin(self) -> None:
-        self._button.disabled, self._stop.disabled = True, False
-        self._status.value = "sampling ..."
-        self._error.value = ""
-        self._usage.layout.display = "none"
-        self._show_text("")
-
-    def _end(self, status: str) -> None:
-        self._button.disabled, self._stop.disabled = False, True
-        self._status.value = status
-
-    def _fail(self, message: str) -> None:
-        self._error.value = _render.error_box(message)
-        self._end("")
-
     def _show_text(self, generated: str) -> None:
-        self._text.value = _render.running_text(self._prompt.value, generated)
+        _put(self._text, _render.text(self._sampled_prompt, generated))
 
     def _show(self, sample: Sample) -> None:
         assert sample.trace is not None
-        self.sample, trace = sample, sample.trace
-        # The controls are set up without redrawing at each step.
-        for control in (self._span, self._tokens, self._layers):
-            control.unobserve(self._on_selection, names="value")
-        self._span.value = "all"
-        # The range grows before it moves, or an old one longer than the new trace would be cut twice.
-        self._tokens.max = trace.rows
-        self._tokens.value = (0, trace.rows)
-        layers = trace.layout.moe_layers
-        self._layers.options = [(f"layer {layer}", layer) for layer in layers]
-        self._layers.value = layers
-        for control in (self._span, self._tokens, self._layers):
-            control.observe(self._on_selection, names="value")
-        self._draw()
-        self._usage.layout.display = ""
-        stopped = {"stop": "the model ended it", "length": "it reached max tokens"}
-        reason = stopped.get(sample.result.stop_reason, sample.result.stop_reason)
-        self._end(f"{len(sample.result.token_ids)} tokens: {reason}")
+        self._sample = sample
+        self._show_text(sample.text)
+        self._status.value = f"{len(sample.result.token_ids)} tokens, finish reason: {sample.result.stop_reason}"
+        before = self._view
+        same_model = before is not None and before.trace.layout == sample.trace.layout
+        self._view = UsageView(sample.trace, layers=before.layers if before and same_model else None)
+        self._result.children = (self._view,)
+        if before is not None:
+            before.close()
 
-    def _on_selection(self, _: object) -> None:
-        if self.trace is not None:
-            self._draw()
 
-    def _draw(self) -> None:
-        assert self.trace is not None
-        chosen = self._selection()
-        self._text.value = _render.token_strip(self.trace, *chosen[1:])
-        self._picture.value = _render.heatmap_png(self.trace, *chosen)
-        self._table.value = _render.usage_table(self.trace, *chosen)
+def _field(description: str, width: int) -> dict[str, Any]:
+    return {
+        "description": description,
+        "style": {"description_width": "initial"},
+        "layout": {"width": f"{width}px"},
+    }
 
-    def _selection(self) -> tuple[tuple[int, ...], range, Span]:
-        assert self.trace is not None
-        # Nothing selected means no restriction, as an empty filter does everywhere.
-        layers = self._layers.value or self.trace.layout.moe_layers
-        return tuple(layers), range(*self._tokens.value), self._span.value
+
+def _put(widget: ipywidgets.HTML, html: str) -> None:
+    widget.value = _render.page(html) if html else ""
+    widget.layout.display = None if html else "none"  # an empty line would still take room

@@ -1,0 +1,133 @@
+"""Expert usage of one trace, for the layers and tokens that are selected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ipywidgets
+
+from rtk.trace import RouteTrace
+from rtk.widgets import _render
+
+
+class UsageView(ipywidgets.VBox):  # type: ignore[misc]
+    """Heat map and table of one trace, with its tokens; made anew for each trace.
+
+    Args:
+        trace: the trace to show; at least one of its tokens has routes.
+        layers: the layers selected at first; all MoE layers where left out.
+    """
+
+    def __init__(self, trace: RouteTrace, *, layers: Sequence[int] | None = None) -> None:
+        self.trace = trace
+        moe_layers = trace.layout.moe_layers
+        last, prompt_end = trace.rows - 1, min(trace.prompt_tokens, trace.rows) - 1
+        spans = {"all": (0, last), "prompt": (0, prompt_end)}
+        if prompt_end < last:
+            spans["generated"] = (prompt_end + 1, last)
+        self._span = ipywidgets.ToggleButtons(
+            options=list(spans.items()), style={"button_width": "84px"}, layout={"width": "auto"}
+        )
+        self._tokens = ipywidgets.IntRangeSlider(
+            value=(0, last),
+            min=0,
+            max=last,
+            description="tokens",
+            continuous_update=False,
+            style={"description_width": "initial"},
+            layout={"flex": "1 1 300px", "width": "auto", "max_width": "560px"},
+        )
+        self._layers = ipywidgets.SelectMultiple(
+            options=[(str(layer), layer) for layer in moe_layers],
+            value=moe_layers if layers is None else tuple(layers),
+            rows=min(12, len(moe_layers)),
+            layout={"width": "72px"},
+        )
+        self._strip = ipywidgets.HTML(layout={"width": "auto"})
+        self._picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        self._table = ipywidgets.HTML()
+        super().__init__(
+            [
+                _row(self._span, self._tokens),
+                self._strip,
+                _row(
+                    ipywidgets.VBox([ipywidgets.Label("layers"), self._layers]), self._picture, self._table
+                ),
+            ]
+        )
+        self._draw()
+        self._span.observe(self._span_chosen, "value")
+        self._tokens.observe(self._tokens_chosen, "value")
+        self._layers.observe(self._draw, "value")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The selected layers, 0-based."""
+        return tuple(self._layers.value)
+
+    @property
+    def tokens(self) -> range:
+        """Positions of the selected tokens."""
+        first, last = self._tokens.value
+        return range(first, last + 1)
+
+    def html(self) -> str:
+        """What is to be seen now, without anything to click."""
+        parts = [self._strip.value, self._table.value]
+        if self._picture.value:
+            width = int(self._picture.width)
+            parts.insert(1, _render.picture(self._picture.value, width, self._picture.tooltip))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """Close this widget and all inside it, which ipywidgets would keep in memory otherwise."""
+        for child in _inside(self):
+            child.close()
+        super().close()
+
+    def _span_chosen(self, change: dict[str, Any]) -> None:
+        if change["new"] is not None:
+            self._tokens.value = change["new"]
+
+    def _tokens_chosen(self, change: dict[str, Any]) -> None:
+        spans = [span for _, span in self._span.options]
+        self._span.value = change["new"] if change["new"] in spans else None
+        self._draw()
+
+    def _draw(self, _: object = None) -> None:
+        chosen = ", ".join(map(str, self.layers))
+        first, last = self._tokens.value
+        self._strip.value = _render.page(
+            _render.token_strip(self.trace, self.tokens),
+            _render.note(
+                "Prompt tokens are underlined, selected ones tinted. A sampled sequence's last token was never "
+                "forwarded, so it has no route."
+            ),
+        )
+        try:
+            self._picture.value, width = _render.usage_picture(
+                self.trace, layers=self.layers, tokens=slice(first, last + 1)
+            )
+            self._picture.width = str(width)
+            self._picture.tooltip = (
+                f"Load of each of {self.trace.layout.num_experts} experts, layers {chosen}, tokens {first} to {last}"
+            )
+            self._table.value = _render.page(
+                _render.usage_table(self.trace, layers=self.layers, tokens=slice(first, last + 1))
+            )
+        except Exception as problem:  # an error in a widget's callback would be seen in the kernel's log alone
+            self._picture.value = b""
+            self._table.value = _render.page(_render.error(problem))
+
+
+def _row(*children: ipywidgets.Widget) -> ipywidgets.HBox:
+    return ipywidgets.HBox(
+        children,
+        layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "4px 16px"},
+    )
+
+
+def _inside(box: ipywidgets.Widget) -> list[ipywidgets.Widget]:
+    children = list(getattr(box, "children", ()))
+    return [*children, *(widget for child in children for widget in _inside(child))]
