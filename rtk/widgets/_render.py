@@ -8,6 +8,7 @@ import io
 from collections.abc import Sequence
 
 from rtk import usage
+from rtk.errors import TraceError
 from rtk.trace import RouteTrace
 
 # Text takes its colour from the theme around it; backgrounds are see-through tints of Okabe and Ito's
@@ -109,11 +110,13 @@ def usage_picture(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) ->
     """`rtk.usage.heatmap` of some layers as a PNG, and the width in CSS pixels that it is meant for.
 
     Raises:
-        TraceError: as `rtk.usage.heatmap`.
+        TraceError: no layer is given, or as `rtk.usage.heatmap`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if not layers:
+        raise TraceError("no layer is selected; select one or several to see their usage")
     width = min(14.0, 1.6 + 0.33 * trace.layout.num_experts)
     height = 1.0 + len(layers) * max(0.17, min(0.32, 8 / len(layers)))
     # pyplot is left out on purpose: it would make this the current figure, and show it below the cell.

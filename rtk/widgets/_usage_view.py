@@ -51,9 +51,7 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
             [
                 _row(self._span, self._tokens),
                 self._strip,
-                _row(
-                    ipywidgets.VBox([ipywidgets.Label("layers"), self._layers]), self._picture, self._table
-                ),
+                _row(ipywidgets.VBox([ipywidgets.Label("layers"), self._layers]), self._picture, self._table),
             ]
         )
         self._draw()
@@ -96,8 +94,7 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
         self._draw()
 
     def _draw(self, _: object = None) -> None:
-        chosen = ", ".join(map(str, self.layers))
-        first, last = self._tokens.value
+        tokens = slice(self.tokens.start, self.tokens.stop)
         self._strip.value = _render.page(
             _render.token_strip(self.trace, self.tokens),
             _render.note(
@@ -106,25 +103,22 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
             ),
         )
         try:
-            self._picture.value, width = _render.usage_picture(
-                self.trace, layers=self.layers, tokens=slice(first, last + 1)
-            )
-            self._picture.width = str(width)
-            self._picture.tooltip = (
-                f"Load of each of {self.trace.layout.num_experts} experts, layers {chosen}, tokens {first} to {last}"
-            )
-            self._table.value = _render.page(
-                _render.usage_table(self.trace, layers=self.layers, tokens=slice(first, last + 1))
-            )
-        except Exception as problem:  # an error in a widget's callback would be seen in the kernel's log alone
-            self._picture.value = b""
-            self._table.value = _render.page(_render.error(problem))
+            picture, width = _render.usage_picture(self.trace, layers=self.layers, tokens=tokens)
+            table = _render.usage_table(self.trace, layers=self.layers, tokens=tokens)
+        except Exception as problem:
+            # Raised here, in a widget's callback, it would be seen in the kernel's log alone.
+            picture, width, table = b"", 0, _render.error(problem)
+        self._picture.value, self._picture.width = picture, str(width)
+        self._picture.tooltip = (
+            f"Load of {self.trace.layout.num_experts} experts in layers {', '.join(map(str, self.layers))}, "
+            f"tokens {tokens.start} to {tokens.stop - 1}"
+        )
+        self._table.value = _render.page(table)
 
 
 def _row(*children: ipywidgets.Widget) -> ipywidgets.HBox:
     return ipywidgets.HBox(
-        children,
-        layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "4px 16px"},
+        children, layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "4px 16px"}
     )
 
 

@@ -119,9 +119,9 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
         """
         from IPython.display import HTML
 
-        if self._view is None:
+        if self._sample is None or self._view is None:
             raise RtkError("there is no sample to show; press Sample, or call run()")
-        return HTML(f"<div>{self._text.value}\n{self._view.html()}</div>")
+        return HTML(f"<div>{self._text.value}\n{self._view.html()}</div>")  # type: ignore[no-untyped-call]
 
     def _clicked(self, _: object) -> None:
         if self._start.disabled:
@@ -189,13 +189,14 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
         assert sample.trace is not None
         self._sample = sample
         self._show_text(sample.text)
-        self._status.value = f"{len(sample.result.token_ids)} tokens, finish reason: {sample.result.stop_reason}"
-        before = self._view
-        same_model = before is not None and before.trace.layout == sample.trace.layout
-        self._view = UsageView(sample.trace, layers=before.layers if before and same_model else None)
-        self._result.children = (self._view,)
+        result = sample.result
+        self._status.value = f"{len(result.token_ids)} tokens, finish reason: {result.stop_reason}"
+        before, layers = self._view, None
         if before is not None:
+            layers = before.layers if before.trace.layout == sample.trace.layout else None
             before.close()
+        self._view = UsageView(sample.trace, layers=layers or None)
+        self._result.children = (self._view,)
 
 
 def _field(description: str, width: int) -> dict[str, Any]:
