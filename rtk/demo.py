@@ -24,7 +24,10 @@ def run(out: Path, *, url: str | None = None) -> int:
         out: folder to write into; made where it is missing.
         url: a running server; left out, the embedded one is started, and stopped at the end.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RtkError(f"cannot write the demo's results into {out}: {error}") from error
     with contextlib.ExitStack() as stack:
         if url is None:
             _say("starting the embedded server (a real MoE model, on the CPU) ...")
@@ -36,7 +39,10 @@ def run(out: Path, *, url: str | None = None) -> int:
     _say("\nExpert usage per layer, all domains (layers count from 0):\n")
     print(usage.table(everything).to_string(float_format="{:.2f}".format))
     reports = _check_stages(everything)
-    _say("\nReplay check against a two-stage pipeline (Megatron counts layers from 1):\n")
+    _say(
+        f"\nReplay check of {len(everything)} traces against a two-stage pipeline (Megatron counts layers from 1).\n"
+        "Shown are the first trace that does not line up, or the last of those that do:\n"
+    )
     print("\n".join(map(str, reports)))
     _write(out, groups, everything, reports)
     return 0 if all(report.ok for report in reports) else 1
@@ -71,13 +77,10 @@ def _check_stages(traces: list[RouteTrace]) -> list[ReplayReport]:
 def _write(
     out: Path, groups: dict[str, list[RouteTrace]], everything: list[RouteTrace], reports: list[ReplayReport]
 ) -> None:
-    try:
-        save_traces(everything, out / "traces.zip")
-        report.usage_figure(groups).savefig(out / "usage.png", dpi=110)
-        page = report.render(groups, reports, title="Which expert did what: four domains of a tiny MoE model")
-        (out / "report.html").write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise RtkError(f"cannot write the demo's results into {out}: {error}") from error
+    save_traces(everything, out / "traces.zip")
+    usage.heatmaps(groups).savefig(out / "usage.png", dpi=110)
+    page = report.render(groups, reports, title="Which expert did what: four domains of a tiny MoE model")
+    (out / "report.html").write_text(page, encoding="utf-8")
     _say(f"\nwritten: {out / 'usage.png'}, {out / 'report.html'}, {out / 'traces.zip'}")
 
 

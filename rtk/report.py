@@ -27,33 +27,6 @@ pre b { font-weight: 600; text-decoration: underline; text-decoration-thickness:
 """
 
 
-def usage_figure(groups: Mapping[str, Sequence[RouteTrace]]) -> Figure:
-    """One heat map a group, on one colour scale, drawn without touching pyplot's current figure.
-
-    Args:
-        groups: named sets of traces of one model, for example one a domain.
-
-    Raises:
-        TraceError: as `rtk.usage.counts`.
-    """
-    from matplotlib.figure import Figure
-
-    layout = next(iter(groups.values()))[0].layout
-    peak = max(float(usage.relative_load(usage.counts(traces)).max()) for traces in groups.values())
-    columns = 2 if len(groups) > 1 else 1
-    lines = -(-len(groups) // columns)
-    width = columns * min(14.0, 1.5 + 0.3 * layout.num_experts)
-    height = lines * (1.1 + 0.3 * len(layout.moe_layers))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).ravel()
-    for ax, (name, traces) in zip(axes, groups.items(), strict=False):
-        usage.heatmap(traces, ax=ax, title=f"{name} ({len(traces)} prompts)")
-        ax.collections[0].set_clim(0, peak)
-    for ax in axes[len(groups) :]:
-        ax.remove()
-    return figure
-
-
 def render(
     groups: Mapping[str, Sequence[RouteTrace]], replay_reports: Sequence[ReplayReport], *, title: str
 ) -> str:
@@ -76,10 +49,11 @@ def render(
         "Layers count from 0.</p>",
         "<h2>Expert usage</h2>",
         f"<img alt='Heat maps of the load of each expert, layer by layer, for {html.escape(', '.join(groups))}' "
-        f"src='{_data_uri(usage_figure(groups))}'>",
+        f"src='{_data_uri(usage.heatmaps(groups))}'>",
         "<p>A cell is an expert's load over an even load: 1 is even, 0 unused.</p>",
         _usage_tables(groups),
-        "<h2>Replay check</h2>",
+        f"<h2>Replay check</h2><p>All {len(everything)} traces were checked against each pipeline stage; shown is the "
+        "first that does not line up, or the last of those that do. Megatron counts layers from 1.</p>",
         *(report._repr_html_() for report in replay_reports),
         "<h2>Samples</h2><p>Prompts are underlined.</p>",
     ]

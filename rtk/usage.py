@@ -5,7 +5,7 @@ A load is counted in assignments: a token that goes to top-k experts counts once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from rtk.trace import RouteTrace
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Span = Literal["all", "prompt", "generated"]
 
@@ -145,6 +146,36 @@ def heatmap(
     ax.set(xlabel="expert", ylabel="layer", title=title or "")
     ax.tick_params(axis="y", rotation=0)
     return ax
+
+
+def heatmaps(groups: Mapping[str, Sequence[RouteTrace]]) -> Figure:
+    """Draw one heat map a group, all on one colour scale, to compare domains or models.
+
+    Args:
+        groups: named sets of traces of one model, for example one a domain.
+
+    Returns:
+        a Figure of its own, not pyplot's current one; a notebook shows it, `savefig` writes it.
+
+    Raises:
+        TraceError: as `counts`.
+    """
+    from matplotlib.figure import Figure
+
+    layout = next(iter(groups.values()))[0].layout
+    peak = max(float(relative_load(counts(traces)).max()) for traces in groups.values())
+    columns = 2 if len(groups) > 1 else 1
+    lines = -(-len(groups) // columns)
+    width = columns * min(14.0, 1.5 + 0.3 * layout.num_experts)
+    height = lines * (1.1 + 0.3 * len(layout.moe_layers))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for ax, (name, traces) in zip(axes, groups.items(), strict=False):
+        heatmap(traces, ax=ax, title=f"{name} ({len(traces)} prompts)")
+        ax.collections[0].set_clim(0, peak)
+    for ax in axes[len(groups) :]:
+        ax.remove()
+    return figure
 
 
 def relative_load(load: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -103,3 +103,14 @@ def test_bad_input_is_named(trace):
     physical[2, 3, 1] = 9
     with pytest.raises(TraceError, match=r"0\.\.9 for 4 experts"):
         usage.counts(dataclasses.replace(trace, routed_experts=physical))
+
+
+def test_heatmaps_share_one_colour_scale(trace):
+    figure = usage.heatmaps({"both": [trace], "generated only": [trace, trace], "third": [trace]})
+    drawn = [ax for ax in figure.axes if ax.collections and ax.get_title()]
+    assert [ax.get_title() for ax in drawn] == [
+        "both (1 prompts)",
+        "generated only (2 prompts)",
+        "third (1 prompts)",
+    ]
+    assert {ax.collections[0].get_clim() for ax in drawn} == {(0, 2.0)}

@@ -88,7 +88,8 @@ class ReplayReport:
         )
         return (
             f"<p><b>{html.escape(self.summary)}</b></p>"
-            f"<table><tr><th></th><th>check</th><th>evidence</th></tr>{rows}</table>"
+            f"<table><tr><th></th><th style='text-align:left'>check</th><th style='text-align:left'>evidence</th></tr>"
+            f"{rows}</table>"
         )
 
 
