@@ -48,6 +48,10 @@ class TokenTexts:
             async with places:
                 self._known[token] = await self.decode([token])
 
-        async with asyncio.TaskGroup() as group:
-            for token in tokens:
-                group.create_task(learn(token))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for token in tokens:
+                    group.create_task(learn(token))
+        except ExceptionGroup as group_error:
+            # One server gave all of these answers, so the first says what the others say.
+            raise group_error.exceptions[0] from group_error

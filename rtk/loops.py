@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import os
 import queue
+import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,10 @@ T = TypeVar("T")
 E = TypeVar("E")
 
 _WAKE_UP_S = 0.2
+# The default, epoll, keeps its list of sockets in the kernel, shared by parent and forked child: a child that
+# drops its copies of the parent's connections would take them off the parent's list too, and the parent
+# would wait forever. poll's list is this process's own. Windows has neither fork nor poll.
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class LoopThread:
@@ -76,7 +81,7 @@ class LoopThread:
         with self._lock:
             # Threads do not survive a fork; a child process gets a thread of its own.
             if self._loop is None or self._pid != os.getpid():
-                self._loop = asyncio.new_event_loop()
+                self._loop = asyncio.SelectorEventLoop(_Selector())
                 self._pid = os.getpid()
                 threading.Thread(target=self._loop.run_forever, name="rtk-loop", daemon=True).start()
             return self._loop

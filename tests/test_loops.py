@@ -5,8 +5,10 @@ import time
 
 import pytest
 
-from rtk import loops
+from rtk import RemoteInferenceGenerator, loops
 from rtk.errors import LoopError
+
+from .stub import serving, text
 
 
 async def thread_name():
@@ -103,16 +105,51 @@ def test_a_failing_callback_cancels_the_work():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_gets_a_thread_of_its_own():
     loops.background.run(thread_name())
+    child = fork(lambda: loops.background.run(thread_name()) == "rtk-loop")
+    assert exit_status(child) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_parents_connections_alone():
+    async def run():
+        async with serving(text('{"data": []}')) as stub:
+            generator = RemoteInferenceGenerator(stub.url)
+
+            def ask():
+                return generator.request("GET", "/v1/models")
+
+            async def ask_here():
+                async with asyncio.timeout(30):
+                    return await loops.background.arun(ask())
+
+            assert await ask_here() == {"data": []}
+            child = fork(lambda: loops.background.run(ask()) == {"data": []})
+            assert await asyncio.to_thread(exit_status, child) == 0
+            # The connection from before the fork is still open, and is used again.
+            assert await ask_here() == {"data": []}
+            await loops.background.arun(generator.aclose())
+
+    asyncio.run(run())
+
+
+def fork(work):
+    """Run `work` in a child process, whose exit status is 0 where it returned True."""
     child = os.fork()
     if child == 0:
         try:
-            os._exit(0 if loops.background.run(thread_name()) == "rtk-loop" else 1)
+            os._exit(0 if work() else 1)
         finally:
             os._exit(2)
+    return child
+
+
+def exit_status(child):
     deadline = time.monotonic() + 30
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.02)
     if done == (0, 0):
         os.kill(child, 9)
         os.waitpid(child, 0)
-    assert done == (child, 0)
+        pytest.fail("the forked child hangs")
+    return os.waitstatus_to_exitcode(done[1])

@@ -282,3 +282,30 @@ def test_cancelling_stops_vllm(vllm_url):
 
 def test_the_shipped_model_is_small_enough_to_clone():
     assert (Path(_shipped.find("tiny_moe")) / "model.safetensors").stat().st_size < 20_000_000
+
+
+def test_a_failing_detokenizer_is_reported_as_what_it_is():
+    """Many lookups run at once; their one cause must come out, not a group of errors."""
+
+    async def answer(request):
+        if request.path == "/v1/models":
+            return await text('{"data": [{"id": "m"}]}')(request)
+        if request.path.endswith("/generate"):
+            routes = {"data": "AAECAwQF", "shape": [3, 1, 2], "dtype": "uint8"}
+            choice = {"token_ids": [9], "finish_reason": "stop", "logprobs": None, "routed_experts": routes}
+            return await text(json.dumps({"choices": [choice]}))(request)
+        if request.path == "/detokenize" and len((await request.json())["tokens"]) > 0:
+            answer.calls += 1
+            if answer.calls > 1:  # the first is for the text
+                return await text('{"error": {"message": "tokenizer is gone"}}', 400)(request)
+        return await text('{"prompt": "x"}')(request)
+
+    answer.calls = 0
+
+    async def run():
+        async with serving(answer) as stub:
+            session = await asyncio.to_thread(rtk.connect, stub.url, layout=ModelLayout(1, (0,), 16, 2))
+            with pytest.raises(RequestRejected, match="tokenizer is gone"):
+                await session.asample([1, 2, 3])
+
+    asyncio.run(run())

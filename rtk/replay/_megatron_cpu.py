@@ -24,11 +24,12 @@ def apply() -> None:
     if torch.cuda.is_available():
         return
     cpu = torch.device("cpu")
-    # Megatron asks where to put buffers and takes the answer as a device.
+    # Rotary embeddings and routers ask where to put their buffers, and take the answer as a device.
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    # Dispatchers make a stream for copies to the host when they are built, used or not.
+    # The all-to-all dispatcher makes one for copies to the host when it is built. It cannot run here, but a
+    # model that has it can then be built, and its routers read.
     torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
-    # Initialisation and dropout switch to a CUDA generator by name; there is none to switch.
+    # Attention runs its dropout, of probability 0 too, under a CUDA generator, and there is none.
     CudaRNGStatesTracker.fork = _no_fork
     # Without Transformer Engine the module never defines the name that its router then looks up.
     if not hasattr(moe_utils, "te_general_gemm"):

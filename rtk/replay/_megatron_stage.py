@@ -17,7 +17,13 @@ from rtk.layout import ModelLayout
 from rtk.replay import _megatron_weights
 
 # What a Qwen3-MoE config may say that this builder does not build, with the values that it does.
-_ONLY = {"attention_bias": (None, False), "use_sliding_window": (None, False), "hidden_act": ("silu",)}
+_ONLY = {
+    "attention_bias": (None, False),
+    "hidden_act": ("silu",),
+    "norm_topk_prob": (True, False),
+    "rope_scaling": (None,),
+    "use_sliding_window": (None, False),
+}
 
 
 class Stage:
@@ -41,7 +47,7 @@ class Stage:
             )
         for name, allowed in _ONLY.items():
             if config.get(name) not in allowed:
-                raise ShardError(f"{folder} has {name}={config[name]!r}, which is not built here")
+                raise ShardError(f"{folder} has {name}={config.get(name)!r}, which is not built here")
         layout = ModelLayout.from_config(config)
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._size = parallel_state.get_pipeline_model_parallel_world_size()

@@ -42,12 +42,15 @@ def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, ti
         tied: whether the output layer is the embedding.
 
     Raises:
-        ShardError: a parameter has no tensor in the checkpoint, one of another shape, or the stage's
-            layers have tensors in the checkpoint that no parameter took.
+        ShardError: there is no model.safetensors, a parameter has no tensor in it or one of another shape,
+            or it holds tensors that no parameter took and that are no other stage's.
     """
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise ShardError(f"there is no {file}; a checkpoint in several files has to be saved as one first")
     numbers = {index: layer.layer_number for index, layer in enumerate(model.decoder.layers)}  # type: ignore[union-attr,arg-type]
     used: set[str] = set()
-    with safe_open(folder / "model.safetensors", framework="pt") as checkpoint:
+    with safe_open(file, framework="pt") as checkpoint:
         names = set(checkpoint.keys())
 
         def take(name: str) -> torch.Tensor:
@@ -65,10 +68,18 @@ def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, ti
                 )
             with torch.no_grad():
                 parameter.copy_(tensor)
-    own = tuple(f"model.layers.{number - 1}." for number in numbers.values())
-    left = sorted(name for name in names - used if name.startswith(own))
+    every = range(1, model.config.num_layers + 1)  # type: ignore[union-attr,operator]
+    others = set(every) - set(numbers.values())
+    left = sorted(name for name in names - used if not _is_elsewhere(name, others, tied))
     if left:
-        raise ShardError(f"no parameter of this pipeline stage took the checkpoint's {', '.join(left[:5])}")
+        raise ShardError(f"no parameter took {', '.join(left[:5])}, {len(left)} tensors in all, of {file}")
+
+
+def _is_elsewhere(name: str, other_layers: set[int], tied: bool) -> bool:
+    """Whether a tensor that this stage did not take is one that another stage of the model takes."""
+    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+        return int(layer[1]) + 1 in other_layers
+    return name in _TOP.values() or (name == "lm_head.weight" and not tied)
 
 
 def _tensor(
@@ -92,6 +103,12 @@ def _tensor(
         return take(prefix + _PLAIN[rest])
     if rest == "self_attention.linear_qkv.weight":
         parts = [take(f"{prefix}self_attn.{part}_proj.weight") for part in "qkv"]
+        for part, tensor in zip("qkv", parts, strict=True):
+            if tensor.shape[0] % (groups * head_dim):
+                raise ShardError(
+                    f"{prefix}self_attn.{part}_proj.weight is {list(tensor.shape)}, whose rows do not divide into "
+                    f"{groups} groups of heads of size {head_dim}"
+                )
         # Megatron keeps each group's queries, key and value side by side.
         grouped = [part.view(groups, -1, head_dim, part.shape[-1]) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 2)

@@ -41,7 +41,8 @@ def router_layer_numbers(model: Model) -> tuple[int, ...]:
 def install(expanded: ExpandedRoutes, model: Model) -> None:
     """Hand each router the routes of its own layer, for its next forward pass.
 
-    The int32 ids are widened to int64, which torch's gather wants, one layer at a time.
+    The ids stay int32, which torch indexes with as it does with int64. Each router's own RouterReplay is
+    set, not the flat list of all instances in the process, whose order says nothing about layers.
 
     Args:
         expanded: one tensor a router; see `rtk.replay.expand`.
@@ -49,6 +50,7 @@ def install(expanded: ExpandedRoutes, model: Model) -> None:
 
     Raises:
         ShardError: the tensors are not those of the model's routers, or a router has no RouterReplay.
+            Nothing is installed then.
     """
     live = router_layer_numbers(model)
     if live != expanded.layer_numbers:
@@ -56,9 +58,14 @@ def install(expanded: ExpandedRoutes, model: Model) -> None:
             f"the routes are for the routers of layers {list(expanded.layer_numbers)}, while this model's routers "
             f"are of layers {list(live)}: expand the trace for this shard's own pipeline rank and layout"
         )
-    for router, tensor in zip(routers(model), expanded.tensors, strict=True):
-        ids = torch.from_numpy(tensor).to(device=router.weight.device, dtype=torch.int64)
-        _replay_of(router).set_target_indices(ids)
+    if len(expanded.tensors) != len(live):
+        raise ShardError(
+            f"there are {len(expanded.tensors)} tensors for the {len(live)} routers of layers {list(live)}: give "
+            "one for each local MoE layer, and none for a dense layer"
+        )
+    targets = [(_replay_of(router), router.weight.device) for router in routers(model)]
+    for (replay, device), tensor in zip(targets, expanded.tensors, strict=True):
+        replay.set_target_indices(torch.tensor(tensor, dtype=torch.int32, device=device))
 
 
 @contextlib.contextmanager

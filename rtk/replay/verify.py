@@ -16,8 +16,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtk.errors import ShardError
+from rtk.layout import ModelLayout
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace, save_traces
 
@@ -80,12 +82,20 @@ def verify(
         one StageResult a stage, in order.
 
     Raises:
-        ShardError: megatron-core is missing, there is no trace, the stages do not divide the layers, a
-            stage could not be built or failed, or the time was up.
+        ShardError: megatron-core is missing, there is no trace or one of another model, the stages do not
+            divide the layers, a stage could not be built or failed, or the time was up.
+        LayoutError: the model's config.json is missing, or is not that of an MoE model.
     """
     if not traces:
         raise ShardError("there are no traces to verify")
-    Shard(traces[0].layout, pipeline_size)  # says at once when the layers do not divide
+    layout = ModelLayout.from_config(model)
+    Shard(layout, pipeline_size)  # says at once when the layers do not divide
+    for number, trace in enumerate(traces):
+        if trace.layout != layout:
+            raise ShardError(
+                f"trace {number} is of a model with {trace.layout}, while {model} has {layout}: give the folder "
+                "of the model that was sampled"
+            )
     for package in ("torch", "megatron.core"):
         if importlib.util.find_spec(package.split(".")[0]) is None:
             raise ShardError(f"{package} is not installed: pip install 'rtk[megatron]'")
@@ -94,16 +104,20 @@ def verify(
         save_traces(traces, folder / "traces.zip")
         request = {"model": str(Path(model).resolve()), "folder": scratch, "pipeline_size": pipeline_size}
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        logs = _run(folder, pipeline_size, timeout_s)
-        return [_result(folder, rank, logs[rank]) for rank in range(pipeline_size)]
+        answers = _run(folder, pipeline_size, timeout_s)
+        return [_result(rank, answers[rank]) for rank in range(pipeline_size)]
 
 
-def _run(folder: Path, size: int, timeout_s: float) -> list[str]:
-    """Run the stages; stop all of them when one fails, since the others then wait for it forever."""
-    # gloo looks for an interface by the host's name, which need not resolve; the stages are all here.
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+def _run(folder: Path, size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
+    """Run the stages to their answers; stop all of them when one fails, since the others then wait for it."""
+    environment = os.environ | {
+        # gloo looks for an interface by the host's name, which need not resolve; the stages are all here.
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        # Where it sees a GPU, Megatron puts parts of a model there, and the rest of these stages is elsewhere.
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     logs = [folder / f"log-{rank}.txt" for rank in range(size)]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
             command = [
@@ -116,8 +130,10 @@ def _run(folder: Path, size: int, timeout_s: float) -> list[str]:
             with log.open("wb") as output:
                 processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
         deadline = time.monotonic() + timeout_s
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes) or _failed(folder, size):
+        # A list, since `any` would stop at the first stage that lives and never see a later one die. Kept from
+        # before the kill, which gives a status to the stages that did nothing wrong too.
+        while None in (statuses := [process.poll() for process in processes]):
+            if any(statuses) or _errors(_answers(folder, size)):
                 break
             if time.monotonic() > deadline:
                 raise ShardError(f"the pipeline stages did not finish within {timeout_s:.0f} s")
@@ -126,32 +142,46 @@ def _run(folder: Path, size: int, timeout_s: float) -> list[str]:
         for process in processes:
             process.kill()
             process.wait()
-    return [log.read_text(errors="replace") for log in logs]
+    answers = _answers(folder, size)
+    if errors := _errors(answers):
+        raise ShardError("; ".join(errors))
+    if len(answers) < size:
+        raise ShardError(_crash(statuses, [log.read_text(errors="replace") for log in logs]))
+    return answers
 
 
-def _failed(folder: Path, size: int) -> bool:
-    """Whether a stage has written an answer that is an error."""
+def _answers(folder: Path, size: int) -> dict[int, dict[str, Any]]:
+    """What the stages have answered so far, by rank."""
+    answers = {}
     for rank in range(size):
         try:
-            if "error" in json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8")):
-                return True
+            answers[rank] = json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # not there yet, or not written to its end
-    return False
+    return answers
 
 
-def _result(folder: Path, rank: int, log: str) -> StageResult:
-    errors = []
-    for path in sorted(folder.glob("answer-*.json")):
-        answer = json.loads(path.read_text(encoding="utf-8"))
-        if "error" in answer:
-            errors.append(f"pipeline stage {path.stem.removeprefix('answer-')}: {answer['error']}")
-    if errors:
-        raise ShardError("; ".join(errors))
-    try:
-        answer = json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardError(f"pipeline stage {rank} failed; it printed: {log.strip()[-2000:]}") from error
+def _errors(answers: dict[int, dict[str, Any]]) -> list[str]:
+    return [
+        f"pipeline stage {rank}: {answer['error']}" for rank, answer in answers.items() if "error" in answer
+    ]
+
+
+def _crash(statuses: list[int | None], logs: list[str]) -> str:
+    """What the stages that broke printed last.
+
+    A stage whose neighbour breaks soon breaks too, and may be the first to end. So every stage with an
+    exception is quoted, or the cause could be the one that is left out.
+    """
+    said = []
+    for rank, (status, log) in enumerate(zip(statuses, logs, strict=True)):
+        if status or "Traceback" in log:
+            ended = "" if status is None else f" (exit status {status})"
+            said.append(f"pipeline stage {rank} failed{ended}; it printed: {log.strip()[-2000:]}")
+    return "; ".join(said)
+
+
+def _result(rank: int, answer: dict[str, Any]) -> StageResult:
     return StageResult(
         pipeline_rank=rank,
         router_layer_numbers=tuple(answer["router_layer_numbers"]),

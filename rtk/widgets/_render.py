@@ -12,22 +12,23 @@ from rtk.errors import TraceError
 from rtk.trace import RouteTrace
 
 # Text takes its colour from the theme around it; backgrounds are see-through tints of Okabe and Ito's
-# blue and vermilion, which keep apart with every common colour blindness, on white and on black.
+# sky blue and vermilion, which keep apart with every common colour blindness, on white and on black.
 _STYLE = """<style>
 .rtk-text { font-family: var(--jp-code-font-family, monospace); font-size: 13px; line-height: 1.5; color: inherit;
   white-space: pre-wrap; overflow-wrap: anywhere; max-height: 18em; overflow-y: auto;
-  padding: 6px 10px; border-left: 4px solid #8888; }
+  padding: 6px 10px; margin: 4px 0; border-left: 4px solid #8888; }
 .rtk-text u { text-decoration-thickness: 1px; text-underline-offset: 3px; }
 .rtk-tokens { line-height: 1.8; }
 .rtk-tokens span, .rtk-tokens mark { border-left: 1px solid #8888; padding: 2px 0; color: inherit; }
 .rtk-tokens span { opacity: .65; }
-.rtk-tokens mark { background: #0072b250; }
+.rtk-tokens mark { background: #56b4e966; }
 .rtk-note { font-size: 12px; opacity: .8; line-height: 1.5; }
 .rtk-error { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; color: inherit;
   padding: 6px 10px; border-left: 4px solid #d55e00; background: #d55e0028; }
-table.rtk-usage { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; color: inherit; }
+table.rtk-usage { border-collapse: collapse; font-size: 13px;
+  font-variant-numeric: tabular-nums; color: inherit; line-height: 1.5; margin: 0; }
 table.rtk-usage th, table.rtk-usage td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8886; }
-img.rtk-picture { max-width: 100%; }
+img.rtk-picture { max-width: 100%; height: auto; }
 </style>"""
 
 # A browser lays an inch out as 96 pixels; screens with twice as many get a sharp picture too.
@@ -94,20 +95,14 @@ def usage_table(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) -> s
     Raises:
         TraceError: as `rtk.usage.counts`.
     """
-    columns = {
-        "evenness": "evenness",
-        "max_over_mean": "max/mean",
-        "busiest": "busiest",
-        "unused": "unused",
-    }
-    table = usage.table(trace, tokens=tokens).loc[list(layers), list(columns)].rename(columns=columns)
-    return table.reset_index().to_html(
-        index=False, border=0, classes="rtk-usage", float_format="{:.2f}".format
-    )
+    columns = ["evenness", "max_over_mean", "busiest", "unused"]
+    table = usage.table(trace, tokens=tokens).loc[list(layers), columns].reset_index()
+    table = table.rename(columns={"max_over_mean": "max/mean"})
+    return table.to_html(index=False, border=0, classes="rtk-usage", float_format="{:.2f}".format)
 
 
-def usage_picture(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) -> tuple[bytes, int]:
-    """`rtk.usage.heatmap` of some layers as a PNG, and the width in CSS pixels that it is meant for.
+def usage_picture(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) -> str:
+    """`rtk.usage.heatmap` of some layers as an HTML image that carries its PNG inside.
 
     Raises:
         TraceError: no layer is given, or as `rtk.usage.heatmap`.
@@ -117,19 +112,18 @@ def usage_picture(trace: RouteTrace, *, layers: Sequence[int], tokens: slice) ->
 
     if not layers:
         raise TraceError("no layer is selected; select one or several to see their usage")
-    width = min(14.0, 1.6 + 0.33 * trace.layout.num_experts)
-    height = 1.0 + len(layers) * max(0.17, min(0.32, 8 / len(layers)))
+    experts = trace.layout.num_experts
+    width = min(14.0, 1.6 + 0.33 * experts)
+    # Many rows are lower, and few still leave room for the colour bar's label.
+    height = max(2.1, 1.0 + len(layers) * max(0.17, min(0.32, 8 / len(layers))))
     # pyplot is left out on purpose: it would make this the current figure, and show it below the cell.
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     usage.heatmap(trace, layers=layers, tokens=tokens, ax=figure.subplots())
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_PIXELS_PER_INCH * _SHARPNESS)
-    return buffer.getvalue(), round(width * _PIXELS_PER_INCH)
-
-
-def picture(png: bytes, width: int, description: str) -> str:
-    """A PNG inside the HTML itself."""
-    data = base64.b64encode(png).decode()
-    alt = html.escape(description, quote=True)
-    return f"<img class='rtk-picture' width='{width}' alt='{alt}' src='data:image/png;base64,{data}'>"
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=_PIXELS_PER_INCH * _SHARPNESS)
+    alt = f"Heat map: load of each of {experts} experts in the layers {', '.join(map(str, layers))}"
+    return (
+        f"<img class='rtk-picture' width='{round(width * _PIXELS_PER_INCH)}' alt='{alt}' "
+        f"src='data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}'>"
+    )

@@ -10,6 +10,12 @@ import ipywidgets
 from rtk.trace import RouteTrace
 from rtk.widgets import _render
 
+_HOW_TO_SELECT = _render.page(_render.note("Ctrl or Shift selects several"))
+_LEGEND = _render.note(
+    "Prompt tokens are underlined, selected ones tinted. A sampled sequence's last token was never forwarded, "
+    "so it has no route."
+)
+
 
 class UsageView(ipywidgets.VBox):  # type: ignore[misc]
     """Heat map and table of one trace, with its tokens; made anew for each trace.
@@ -27,7 +33,7 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
         if prompt_end < last:
             spans["generated"] = (prompt_end + 1, last)
         self._span = ipywidgets.ToggleButtons(
-            options=list(spans.items()), style={"button_width": "84px"}, layout={"width": "auto"}
+            options=list(spans.items()), style={"button_width": "96px"}, layout={"width": "auto"}
         )
         self._tokens = ipywidgets.IntRangeSlider(
             value=(0, last),
@@ -45,13 +51,21 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
             layout={"width": "72px"},
         )
         self._strip = ipywidgets.HTML(layout={"width": "auto"})
-        self._picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        # No ipywidgets.Image: it cannot carry a text for those who do not see it.
+        self._picture = ipywidgets.HTML(layout={"max_width": "100%"})
         self._table = ipywidgets.HTML()
         super().__init__(
             [
                 _row(self._span, self._tokens),
                 self._strip,
-                _row(ipywidgets.VBox([ipywidgets.Label("layers"), self._layers]), self._picture, self._table),
+                _row(
+                    ipywidgets.VBox(
+                        [ipywidgets.Label("layers"), self._layers, ipywidgets.HTML(_HOW_TO_SELECT)],
+                        layout={"width": "90px"},
+                    ),
+                    self._picture,
+                    self._table,
+                ),
             ]
         )
         self._draw()
@@ -72,11 +86,7 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
 
     def html(self) -> str:
         """What is to be seen now, without anything to click."""
-        parts = [self._strip.value, self._table.value]
-        if self._picture.value:
-            width = int(self._picture.width)
-            parts.insert(1, _render.picture(self._picture.value, width, self._picture.tooltip))
-        return "\n".join(parts)
+        return "\n".join(part.value for part in (self._strip, self._picture, self._table))
 
     def close(self) -> None:
         """Close this widget and all inside it, which ipywidgets would keep in memory otherwise."""
@@ -95,24 +105,14 @@ class UsageView(ipywidgets.VBox):  # type: ignore[misc]
 
     def _draw(self, _: object = None) -> None:
         tokens = slice(self.tokens.start, self.tokens.stop)
-        self._strip.value = _render.page(
-            _render.token_strip(self.trace, self.tokens),
-            _render.note(
-                "Prompt tokens are underlined, selected ones tinted. A sampled sequence's last token was never "
-                "forwarded, so it has no route."
-            ),
-        )
+        self._strip.value = _render.page(_render.token_strip(self.trace, self.tokens), _LEGEND)
         try:
-            picture, width = _render.usage_picture(self.trace, layers=self.layers, tokens=tokens)
+            picture = _render.usage_picture(self.trace, layers=self.layers, tokens=tokens)
             table = _render.usage_table(self.trace, layers=self.layers, tokens=tokens)
         except Exception as problem:
             # Raised here, in a widget's callback, it would be seen in the kernel's log alone.
-            picture, width, table = b"", 0, _render.error(problem)
-        self._picture.value, self._picture.width = picture, str(width)
-        self._picture.tooltip = (
-            f"Load of {self.trace.layout.num_experts} experts in layers {', '.join(map(str, self.layers))}, "
-            f"tokens {tokens.start} to {tokens.stop - 1}"
-        )
+            picture, table = "", _render.error(problem)
+        self._picture.value = picture
         self._table.value = _render.page(table)
 
 

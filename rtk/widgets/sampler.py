@@ -66,7 +66,7 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
         self._result = ipywidgets.VBox()
         self._start.on_click(self._clicked)
         self._stop.on_click(self.stop)
-        row = {"flex_flow": "row wrap", "align_items": "center"}
+        row = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 6px"}
         settings = [self._max_tokens, self._temperature, self._top_p, self._seed]
         super().__init__(
             [
@@ -93,8 +93,8 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
         """Do what the Sample button does, blocking until it is done; interrupt the kernel to stop it.
 
         Raises:
-            RtkError: the widget is sampling already, or as `Session.sample`.
-            ValueError: the seed is no whole number.
+            RtkError: the widget is sampling already, the prompt is empty, the seed is no whole number, or as
+                `Session.sample`.
         """
         if self._start.disabled:
             raise RtkError("this widget is sampling already; wait, or press its Stop button")
@@ -167,11 +167,13 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
             self._start.disabled = False
 
     def _request(self) -> dict[str, Any]:
+        if not self._sampled_prompt:
+            raise RtkError("the prompt is empty; write one into the box first")
         seed = self._seed.value.strip()
         try:
             number = int(seed) if seed else None
         except ValueError as error:
-            raise ValueError(
+            raise RtkError(
                 f"the seed {seed!r} is no whole number; leave it empty for a random one"
             ) from error
         return {
