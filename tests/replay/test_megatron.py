@@ -14,8 +14,7 @@ import pytest
 import rtk
 from rtk import ModelLayout, RouteTrace, _shipped
 from rtk.errors import LayoutError, ShardError
-from rtk.replay import ExpandedRoutes, Shard, check, expand
-from rtk.replay.verify import verify
+from rtk.replay import ExpandedRoutes, Shard, check, expand, verify
 
 pytestmark = pytest.mark.megatron
 torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
