@@ -1,6 +1,6 @@
 """How long `import rtk` takes in a fresh interpreter, beside the parts that it cannot do without.
 
-    python benchmarks/import_time.py
+python benchmarks/import_time.py
 """
 
 import statistics

@@ -64,7 +64,10 @@ def main() -> None:
     shares.to_csv(options.model / "usage_by_domain.csv", float_format="%.4f")
 
     distance = pd.DataFrame(
-        {f"{a} / {b}": abs(loads[a] - loads[b]).sum(axis=1) / 2 for a, b in itertools.combinations(DOMAINS, 2)},
+        {
+            f"{a} / {b}": abs(loads[a] - loads[b]).sum(axis=1) / 2
+            for a, b in itertools.combinations(DOMAINS, 2)
+        },
         index=pd.Index(layout.moe_layers, name="layer"),
     )
     print("\nTotal variation distance of two domains' loads:\n")

@@ -88,9 +88,7 @@ def balance_loss(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return experts * (share * probabilities.mean(0)).sum()
 
 
-def split_tokens(
-    corpus: Path, tokenizer: Tokenizer
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def split_tokens(corpus: Path, tokenizer: Tokenizer) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Each domain's tokens as uint16, to train on and held out; each document ends with the end mark."""
     training, held_out = {}, {}
     end = tokenizer.token_to_id(END_OF_TEXT)
