@@ -121,7 +121,7 @@ class Session:
         on_text: Callable[[str], None] | None = None,
         source: Mapping[str, Any] | None = None,
     ) -> Sample:
-        """As `sample`, awaitable; on_text is called on the awaiting loop."""
+        """As `sample`, awaitable. on_text is called on the awaiting loop, whose handler gets what it raises."""
         settings = _settings(max_tokens, temperature, top_p, seed)
         send = None
         if on_text is not None:
