@@ -377,8 +377,10 @@ def _final_error(error: Exception, url: str) -> Exception:
         return ServerFailed(
             f"{url}: {error}. Is this the address of an inference server?", url=url, status=error.status
         )
-    if isinstance(error, aiohttp.InvalidURL):
-        return ServerUnreachable(f"{url!r} is no http:// address", url=url)
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return ServerUnreachable(
+            f"{url!r} is no address of a server; it starts with http:// or https://", url=url
+        )
     return ServerUnreachable(
         f"no inference server answers at {url}: {error or type(error).__name__}. Check that it runs, and the port",
         url=url,

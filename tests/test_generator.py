@@ -210,13 +210,21 @@ def test_a_failure_that_the_server_explains_is_not_retried():
     assert len(stub.paths) == 1
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "not a url", "ftp://127.0.0.1"])
-def test_no_server(url):
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9", "Check that it runs, and the port"),
+        ("127.0.0.1:8000", "starts with http://"),
+        ("not a url", "starts with http://"),
+        ("ftp://127.0.0.1", "starts with http://"),
+    ],
+)
+def test_no_server(url, words):
     async def run():
         async with RemoteInferenceGenerator(url, retry=RetryPolicy(tries=1)) as generator:
             await generator.generate(PROMPT, {})
 
-    with pytest.raises(ServerUnreachable):
+    with pytest.raises(ServerUnreachable, match=words):
         asyncio.run(run())
 
 
