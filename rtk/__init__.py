@@ -9,15 +9,18 @@ layers included. Only `rtk.replay` speaks of Megatron's layer numbers, which cou
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rtk import compare, errors, replay, serve, usage
-from rtk.generator import RemoteInferenceGenerator, RetryPolicy
 from rtk.layout import ModelLayout
 from rtk.loops import allow_nested_loops
 from rtk.result import GenerateChunk, RemoteGenerateResult
-from rtk.session import Sample, Session, connect
 from rtk.trace import RouteTrace, load_traces, save_traces
+
+if TYPE_CHECKING:
+    from rtk import widgets
+    from rtk.generator import RemoteInferenceGenerator, RetryPolicy
+    from rtk.session import Sample, Session, connect
 
 __version__ = "0.1.0"
 
@@ -43,8 +46,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    # ipywidgets brings IPython along, half a second that a training script need not pay.
+# aiohttp, and with the widgets IPython, take longer to import than all of rtk; who only replays or counts
+# need not wait for them.
+_LATE = {
+    "RemoteInferenceGenerator": "rtk.generator",
+    "RetryPolicy": "rtk.generator",
+    "Sample": "rtk.session",
+    "Session": "rtk.session",
+    "connect": "rtk.session",
+}
+
+
+def __getattr__(name: str) -> Any:
     if name == "widgets":
         return importlib.import_module("rtk.widgets")
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module 'rtk' has no attribute {name!r}")

@@ -44,7 +44,17 @@ def test_the_pinned_torch_satisfies_the_extras():
 
 
 def test_importing_rtk_brings_nothing_heavy_along():
-    heavy = ["torch", "vllm", "transformers", "matplotlib", "pandas", "seaborn", "IPython", "megatron"]
+    heavy = [
+        "torch",
+        "vllm",
+        "transformers",
+        "matplotlib",
+        "pandas",
+        "seaborn",
+        "IPython",
+        "megatron",
+        "aiohttp",
+    ]
     code = f"import sys, rtk; print(sorted(set({heavy}) & set(sys.modules)))"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
