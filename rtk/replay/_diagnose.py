@@ -58,7 +58,11 @@ def diagnose(sides: Sides, *, min_agreement: float = _regions.MIN_AGREEMENT) -> 
         tried += _by_place(sides, region, part)
     order = sorted(
         range(len(tried)),
-        key=lambda i: (not tried[i].explains, -round(tried[i].after / _TIE) if tried[i].explains else -tried[i].after, i),
+        key=lambda i: (
+            not tried[i].explains,
+            -round(tried[i].after / _TIE) if tried[i].explains else -tried[i].after,
+            i,
+        ),
     )
     numbers = tuple(n for n, inside in zip(sides.layer_numbers, region.routers, strict=True) if inside)
     return Diagnosis(

@@ -11,7 +11,18 @@ import numpy.typing as npt
 # Lightness alone carries the order, so that it survives colour blindness and grey print: from dark (no
 # router agrees) to light (all agree). The hues are a blue to yellow ramp, which all common kinds of colour
 # vision tell apart.
-_STEPS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
+_STEPS = (
+    "#00224e",
+    "#123570",
+    "#3b496c",
+    "#575d6d",
+    "#707173",
+    "#8a8678",
+    "#a59c74",
+    "#c3b369",
+    "#e1cc55",
+    "#fee838",
+)
 _WIDTH, _ROW, _LEFT, _TOP = 720, 14, 64, 20
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -108,7 +109,11 @@ def _shifted_tokens(trial: _Trial) -> Iterator[Hypothesis]:
         return
     shifts.sort(key=abs)
     probes = [i for i in np.flatnonzero(trial.region.routers) if sides.layer_numbers[i] in sides.layer_keys]
-    probes = [int(probes[j]) for j in np.unique(np.linspace(0, len(probes) - 1, _PROBE_LAYERS).astype(int))] if probes else []
+    probes = (
+        [int(probes[j]) for j in np.unique(np.linspace(0, len(probes) - 1, _PROBE_LAYERS).astype(int))]
+        if probes
+        else []
+    )
     samples = np.unique(sides.sample[token[rows]])
     hits = np.zeros((len(shifts), len(samples)))
     counts = np.zeros((len(shifts), len(samples)))
@@ -134,9 +139,7 @@ def _shifted_tokens(trial: _Trial) -> Iterator[Hypothesis]:
     if len(samples) > 1:
         own = np.argmax(np.where(counts * 2 >= sizes, rate, -1), axis=0)
         as_is = np.array([_agreement_of(trial, int(s), probes) for s in samples])
-        each = {
-            int(s): 0 if as_is[i] >= rate[own[i], i] else shifts[own[i]] for i, s in enumerate(samples)
-        }
+        each = {int(s): 0 if as_is[i] >= rate[own[i], i] else shifts[own[i]] for i, s in enumerate(samples)}
         if len(set(each.values())) > 1:
             yield _shift(trial, each, len(samples) * math.log(len(shifts)))
 
@@ -169,13 +172,13 @@ def _shift(trial: _Trial, shifts: dict[int, int], log_tries: float) -> Hypothesi
             fault = "shifted tokens"
             change = "look for an offset into the sequence that one side counts and the other does not"
         side = "later" if shift > 0 else "earlier"
-        sentence = f"each row holds the routes of the token {abs(shift)} {side}"
+        sentence = f"each row has the routes of the token {abs(shift)} {side} in the trace"
         return trial.judged(fault, sentence, change, shares, log_tries=log_tries)
     listed = ", ".join(f"sequence {s}: {shifts[s]:+d}" for s in sorted(shifts)[:6])
     more = "" if len(shifts) <= 6 else f" and {len(shifts) - 6} more"
     steps = [shifts[s] for s in sorted(shifts)]
-    growing = all(b <= a for a, b in zip(steps, steps[1:], strict=False)) or steps == sorted(steps)
-    if growing and steps[0] == 0:
+    # Padding before a sequence adds up from one sequence to the next.
+    if steps[0] == 0 and steps in (sorted(steps), sorted(steps, reverse=True)):
         fault = "packing padding"
         change = "put routes where cu_seqlens_padded puts the tokens, and pad each sequence's routes as its tokens are padded"
     else:
@@ -205,17 +208,17 @@ def _shifted_layers(trial: _Trial) -> Iterator[Hypothesis]:
     moved = [(a, b) for a, b in zip(sides.layer_numbers, numbers, strict=True) if a != b]
     if not moved:
         return
-    known = [(pool.index(a), pool.index(b)) for a, b in moved if a in pool]
-    steps = {b - a for a, b in known}
-    by_number = {b - a for a, b in moved}
-    listed = ", ".join(f"{a} has those of {b}" for a, b in moved[:6]) + (" ..." if len(moved) > 6 else "")
-    if len(by_number) == 1:
-        way = f"shifted by {by_number.pop():+d} layers"
-    elif len(steps) == 1:
-        way = f"shifted by {steps.pop():+d} in the list of MoE layers"
+    listed = ", ".join(f"layer {a} has the routes of layer {b}" for a, b in moved[:4])
+    more = "" if len(moved) <= 4 else f" and {len(moved) - 4} more"
+    by_number = Counter(b - a for a, b in moved)
+    by_place = Counter(pool.index(b) - pool.index(a) for a, b in moved if a in pool)
+    if by_number.most_common(1)[0][1] * 2 > len(moved):
+        way = f"the list of tensors is shifted by {by_number.most_common(1)[0][0]:+d} layers"
+    elif by_place and by_place.most_common(1)[0][1] * 2 > len(moved):
+        way = f"the list of tensors is shifted by {by_place.most_common(1)[0][0]:+d} MoE layers"
     else:
-        way = "moved, not all by as much"
-    sentence = f"routes are those of other layers ({listed}): {way}"
+        way = "the layers are in another order"
+    sentence = f"{listed}{more}: {way}"
     change = "find each router's routes by its own global layer number, not by an offset that counts dense layers too"
     shares = trial.shares(sides.matches(sides.token, numbers))
     tries = len(moved) * math.log(len(pool))

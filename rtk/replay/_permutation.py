@@ -83,5 +83,7 @@ def _together(source: Ids, target: Ids) -> npt.NDArray[np.float64]:
     shape = int(a.max()) + 1, int(b.max()) + 1
     pairs = a[:, :, None] * shape[1] + b[:, None, :]
     counts = np.bincount(pairs.ravel(), minlength=shape[0] * shape[1]).reshape(shape).astype(float)
-    norms = np.sqrt(np.outer(np.bincount(a.ravel(), minlength=shape[0]), np.bincount(b.ravel(), minlength=shape[1])))
+    norms = np.sqrt(
+        np.outer(np.bincount(a.ravel(), minlength=shape[0]), np.bincount(b.ravel(), minlength=shape[1]))
+    )
     return np.asarray(counts / np.maximum(norms, 1))

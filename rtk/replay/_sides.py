@@ -63,7 +63,8 @@ class Sides:
     @cached_property
     def observed_keys(self) -> Keys:
         """uint64 `[routers, rows]`."""
-        return np.stack([keys(ids) for ids in self.observed])
+        table = [keys(ids) for ids in self.observed]
+        return np.stack(table) if table else np.zeros((0, len(self.token)), np.uint64)
 
     @cached_property
     def layer_keys(self) -> dict[int, Keys]:
@@ -87,14 +88,11 @@ class Sides:
         numbers = self.layer_numbers if numbers is None else numbers
         valid = token >= 0
         there = np.where(valid, token, 0)
-        return np.stack(
-            [
-                (self.observed_keys[i] == self.layer_keys[number][there]) & valid
-                if number in self.layer_keys and len(self.sample)
-                else np.zeros(len(token), bool)
-                for i, number in enumerate(numbers)
-            ]
-        )
+        same = np.zeros((len(numbers), len(token)), bool)
+        for i, number in enumerate(numbers):
+            if number in self.layer_keys and len(self.sample):
+                same[i] = (self.observed_keys[i] == self.layer_keys[number][there]) & valid
+        return same
 
     def chance(self, rows: npt.NDArray[np.bool_], routers: npt.NDArray[np.bool_]) -> float:
         """How often unrelated tokens would agree: the product of how often each set of experts is chosen."""

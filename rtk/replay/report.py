@@ -173,9 +173,7 @@ class ReplayReport:
         if self.first_bad:
             place = f", first at layer {self.first_bad[0]}, row {self.first_bad[1]}"
         if self.fault == "unknown":
-            return (
-                f"{self.shard}: NOT lined up{place}; the cause is unknown: {self._first_failure.evidence}"
-            )
+            return f"{self.shard}: NOT lined up{place}; the cause is unknown: {self._first_failure.evidence}"
         if self.explanation and self.fault == self.explanation.fault:
             why = f"{self.explanation.sentence}; {self.explanation.change}"
         else:
@@ -256,13 +254,19 @@ class ReplayReport:
         ]
         if self.hypotheses:
             items = "".join(f"<li>{html.escape(_told(guess))}</li>" for guess in self.hypotheses)
-            parts.append(f"<details><summary>what was tried to explain it</summary><ul>{items}</ul></details>")
+            parts.append(
+                f"<details><summary>what was tried to explain it</summary><ul>{items}</ul></details>"
+            )
         if self.agreement is not None and self.agreement.same.size:
             edges, shares = self.agreement.by_span()
             title = f"Agreement with {self.agreement.against}, layers by tokens"
             parts.append(
                 heatmap(
-                    shares, edges, self.agreement.layer_numbers, title=title, mark=None if self.ok else self.first_bad
+                    shares,
+                    edges,
+                    self.agreement.layer_numbers,
+                    title=title,
+                    mark=None if self.ok else self.first_bad,
                 )
             )
         return "".join(parts)

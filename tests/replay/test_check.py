@@ -35,7 +35,7 @@ def failures(report) -> dict[str, tuple[int | None, str]]:
 def test_clean_routes_line_up(clean, shard):
     report = check(clean, shard)
     assert report.ok
-    assert len(report.findings) == 8
+    assert len(report.findings) == 9
     report.raise_for_faults()
 
 
