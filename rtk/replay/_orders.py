@@ -107,20 +107,30 @@ def _other_side(traces: Sequence[RouteTrace], whole: Index, local: Any) -> Itera
         held = table[:, column][table[:, column] >= 0]
         if not len(held) or (owner[held] != column).any() or (np.diff(held) != 1).any():
             return
-    turned = np.full_like(table, -1)
-    for column in range(width):
-        held = table[:, column][table[:, column] >= 0]
-        if table[0, column] >= 0:
-            turned[len(table) - len(held) :, column] = held
+    for side in ("left", "right"):
+        moved = np.full_like(table, -1)
+        steps = set()
+        for column in range(width):
+            held = table[:, column][table[:, column] >= 0]
+            start = 0 if side == "right" else len(table) - len(held)
+            moved[start : start + len(held), column] = held
+            steps.add(abs(start - int(np.argmax(table[:, column] >= 0))))
+        if (moved == table).all():
+            continue
+        if steps == {1}:
+            yield Order(
+                "off by one",
+                "a sequence has one row of routes fewer than tokens, and the gap was left at its wrong end",
+                "leave the gap at the last token, which was never forwarded, and not at the first",
+                local(moved.reshape(-1)),
+            )
         else:
-            turned[: len(held), column] = held
-    was, is_ = ("left", "right") if (table[0] >= 0).all() else ("right", "left")
-    yield Order(
-        "padding side",
-        f"routes were padded on the {was}, while the tokens are padded on the {is_}",
-        f"pad routes on the {is_}, as the tokens are",
-        local(turned.reshape(-1)),
-    )
+            yield Order(
+                "padding side",
+                f"routes were padded on the {side}, while the tokens are not",
+                "give routes the padding of their tokens, sequence by sequence and on the same side",
+                local(moved.reshape(-1)),
+            )
 
 
 def _local(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> tuple[Index, npt.NDArray[np.bool_]]:
