@@ -155,8 +155,8 @@ def not_zero(numbered: Numbered, prompt: Mask, real: Mask) -> Finding:
         zero = (array == 0).all(axis=1) & real
         # Experts of a row are distinct, so with top-2 and more a row of zeros cannot be real. With top-1
         # it can: every token at expert 0. Only a whole layer, or the whole prompt, of it is then suspicious.
-        if array.shape[1] == 1 and not (zero[real].all() or _only_prompt(zero, prompt & real, real)):
-            continue
+        if array.shape[1] == 1 and not zero[real].all():
+            zero &= prompt & _only_prompt(zero, prompt & real, real)
         if zero.any():
             bad = np.flatnonzero(zero)
             prompt_only = bool(prompt[zero].all()) and not zero[real].all()
@@ -173,7 +173,7 @@ def not_zero(numbered: Numbered, prompt: Mask, real: Mask) -> Finding:
 
 
 def _only_prompt(zero: Mask, prompt: Mask, real: Mask) -> bool:
-    """Whether exactly the prompt is zero, at a length at which top-1 does not do so by accident."""
+    """Whether all of the prompt is zero and not the rest, at a length at which top-1 does not do so by accident."""
     rest = real & ~prompt
     return bool(prompt.sum() >= 8 and rest.any() and zero[prompt].all() and zero[rest].mean() < 0.5)
 
@@ -270,28 +270,21 @@ def padding(numbered: Numbered, num_experts: int, ranks: int, padded: Mask) -> F
     total = int(padded.sum())
     for number, array in numbered:
         rows = array[padded]
-        parts = ranks if ranks > 1 else min(num_experts, rows.size)
-        home = rows.astype(np.int64) * parts // num_experts
-        load = np.bincount(np.clip(home, 0, parts - 1).ravel(), minlength=parts)
+        home = rows.astype(np.int64) * ranks // num_experts
+        load = np.bincount(np.clip(home, 0, ranks - 1).ravel(), minlength=ranks)
         worst = int(load.argmax())
-        if total >= _FEW_PADDING_ROWS and load[worst] > _MAX_PADDING_LOAD * max(
-            rows.size / parts, array.shape[1]
-        ):
-            where = (
-                f"expert-parallel rank {worst} of {ranks}"
-                if ranks > 1
-                else f"experts near {int(rows.min())}..{int(rows.max())}"
-            )
+        if total >= _FEW_PADDING_ROWS and load[worst] > _MAX_PADDING_LOAD * rows.size / ranks:
             return Finding(
                 name,
                 False,
-                f"layer {number}: {load[worst]} of {rows.size} assignments of the {total} padding rows go to {where}, "
-                f"{load[worst] * parts / rows.size:.1f} times an even share: spread them, as rtk.replay.expand does",
+                f"layer {number}: {load[worst]} of {rows.size} assignments of the {total} padding rows go to "
+                f"expert-parallel rank {worst} of {ranks}, {load[worst] * ranks / rows.size:.1f} times an even share: "
+                "spread them, as rtk.replay.expand does",
                 number,
                 int(np.argmax(padded)),
                 "unbalanced padding",
             )
-    return Finding(name, True, f"{total} padding rows are spread evenly")
+    return Finding(name, True, f"{total} padding rows are spread over {ranks} expert-parallel ranks")
 
 
 def _listed(numbers: Iterable[int]) -> str:

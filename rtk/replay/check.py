@@ -93,7 +93,21 @@ def check(
         if found is not None:
             hypotheses = found.hypotheses
             break  # the next comparison would only show the same fault through other eyes
+    findings += _padding(shard, place, live, arrays)
     return ReplayReport(shard, tuple(findings), agreement, hypotheses)
+
+
+def _padding(
+    shard: Shard, place: Tokens, live: tuple[int, ...], arrays: Sequence[npt.NDArray[Any]]
+) -> Iterator[Finding]:
+    """Last, since rows that are out of place make padding of tokens."""
+    if shard.expert_size > 1 and place.padding.any() and len(arrays) == len(live):
+        numbered = [
+            (number, array)
+            for number, array in zip(live, arrays, strict=True)
+            if array.shape == (len(place.padding), shard.layout.top_k) and array.dtype.kind in "iu"
+        ]
+        yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding)
 
 
 def _expanded(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> Sequence[Ids]:
@@ -135,8 +149,6 @@ def _alone(
     yield _checks.moving(traces)
     if groups is not None:
         yield _checks.groups(numbered, layout.num_experts, *_valid_groups(groups, layout), real)
-    if not real.all():
-        yield _checks.padding(numbered, layout.num_experts, shard.expert_size, ~real)
 
 
 @dataclass(frozen=True)
