@@ -90,7 +90,13 @@ def _divergence(a: float, c: float) -> float:
 
 def _other_orders(trial: _Trial) -> Iterator[Hypothesis]:
     for order in trial.sides.orders:
-        shares = trial.shares(trial.sides.matches(order.token), order.token >= 0)
+        same, there = trial.sides.matches(order.token), order.token >= 0
+        shares = trial.shares(same, there)
+        if trial.sides.exact and there.any():
+            # Copies also stand where the right order has padding; there may be no other row to compare.
+            everywhere = float(same[trial.region.routers][:, there].mean())
+            after = min(everywhere, shares[1]) if shares[2] else everywhere
+            shares = trial.region.agreement, after, int(there.sum())
         tries = math.log(len(trial.sides.orders))
         yield trial.judged(order.fault, order.sentence, order.change, shares, log_tries=tries)
 
@@ -312,7 +318,16 @@ def _relabelled(trial: _Trial) -> Iterator[Hypothesis]:
                 afters.append(fit.after)
                 chances.append(fit.chance)
                 known.append(fit.moved)
-    if not afters or not any(known):
+    if not afters:
+        yield Hypothesis(
+            "physical experts",
+            "ids may stand for other experts, but too few tokens use each id for that to be told",
+            "compare more tokens",
+            trial.region.agreement,
+            trial.region.agreement,
+            explains=False,
+        )
+    if not any(known):
         return
     yield trial.judged(
         "physical experts",

@@ -68,9 +68,7 @@ def other_orders(traces: Sequence[RouteTrace], shard: Shard, batch: Any, token: 
         shard, context_size=1, context_rank=0, tensor_size=1, tensor_rank=0, sequence_parallel=False
     )
     whole, _ = _local(traces, whole_shard, batch)
-    where = np.full(int(whole.max(initial=-1)) + 1, -1, np.int64)
-    where[whole[whole >= 0]] = np.flatnonzero(whole >= 0)
-    position = np.where(token >= 0, where[np.maximum(token, 0)], -1) if len(where) else token
+    position = _positions(token, whole)
 
     def local(order: Index) -> Index:
         return np.where(position >= 0, order[np.maximum(position, 0)], -1)
@@ -78,6 +76,15 @@ def other_orders(traces: Sequence[RouteTrace], shard: Shard, batch: Any, token: 
     if (whole < 0).any():
         yield from _without_gaps(whole, local)
         yield from _other_side(traces, whole, local)
+
+
+def _positions(token: Index, whole: Index) -> Index:
+    """Where each row of the shard stands in the whole microbatch; -1 for padding of a shard with a part of it."""
+    if np.array_equal(token, whole):
+        return np.arange(len(whole))
+    where = np.full(int(max(whole.max(initial=-1), token.max(initial=-1))) + 2, -1, np.int64)
+    where[whole[whole >= 0]] = np.flatnonzero(whole >= 0)
+    return where[token]  # the last element stands for padding
 
 
 def _without_gaps(whole: Index, local: Any) -> Iterator[Order]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rtk.errors import ShardError
+from rtk.layout import ModelLayout
 from rtk.replay._laid import Laid
 from rtk.replay._sides import Ids
 from rtk.replay.check import check
@@ -86,7 +87,8 @@ class Fault:
         """
         several = as_traces(traces)
         other = several if engine is None else list(engine)
-        return self._make(_Clean(several, other, rng or np.random.default_rng(0)))
+        rng = rng or np.random.default_rng(0)
+        return self._make(_Clean(several, other, rng, _stage(several[0].layout, rng)))
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,21 @@ class _Clean:
     def first(self) -> RouteTrace:
         return self.traces[0]
 
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.first.layout)
+    shard: Shard
 
     def record(self, index: int = 0) -> dict[int, Ids]:
         """What the trainer's routers chose for one sequence."""
         trace = self.engine[index]
         rows = self.traces[index].rows
         return {layer + 1: trace.routed_experts[:rows, layer] for layer in trace.layout.moe_layers}
+
+
+def _stage(layout: ModelLayout, rng: np.random.Generator) -> Shard:
+    """Any pipeline stage that has a router."""
+    sizes = [size for size in (1, 2, 4) if layout.num_layers % size == 0]
+    size = int(rng.choice(sizes))
+    stages = [Shard(layout, pipeline_size=size, pipeline_rank=rank) for rank in range(size)]
+    return stages[rng.choice([i for i, stage in enumerate(stages) if stage.router_layer_numbers])]
 
 
 def catalogue() -> tuple[Fault, ...]:
@@ -258,9 +266,10 @@ def _layer_offset(clean: _Clean) -> Specimen:
 
 def _mtp_numbering(clean: _Clean) -> Specimen:
     """The MTP layer's router says layer 1, as the backbone's first does, and gets that one's routes."""
-    trace, numbers = clean.first, clean.shard.router_layer_numbers
-    tensors = [trace.routed_experts[:, n - 1] for n in (*numbers, numbers[0])]
-    return Specimen((trace,), clean.shard, {"tensors": tensors, "layer_numbers": (*numbers, numbers[0])})
+    trace = clean.first
+    numbers = (*clean.shard.router_layer_numbers, 1)
+    tensors = [trace.routed_experts[:, n - 1] for n in numbers]
+    return Specimen((trace,), clean.shard, {"tensors": tensors, "layer_numbers": numbers})
 
 
 def _packed_without_padding(clean: _Clean) -> Specimen:
