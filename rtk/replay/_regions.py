@@ -15,6 +15,8 @@ MIN_AGREEMENT = 0.75
 _BINS = 256
 # Log-likelihood ratio, in nats, that a span must reach: about e^-15 by accident, times the spans that are tried.
 _EVIDENCE = 15.0
+# A smaller drop counts too where it is steep against the rest, as after a small weight update.
+_STRONG_EVIDENCE, _STEEP = 25.0, 4.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +57,9 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
     if span is not None and (span[1] - span[0] < 0.95 * len(columns)):
         start, stop = int(columns[span[0]]), int(columns[span[1] - 1]) + 1
         inside = same[:, start:stop][:, compared[start:stop]].mean(axis=1)
+        # Where no layer is as bad as that, all of them are the region: a small drop is not of one layer.
         routers = inside < min_agreement
-        if routers.any():
-            return _region(same, compared, routers, start, stop)
+        return _region(same, compared, routers if routers.any() else ~routers, start, stop)
     if low.any():
         return _region(same, compared, low, int(columns[0]), int(columns[-1]) + 1)
     return None
@@ -111,8 +113,10 @@ def _span(bad: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
     start, stop = _sharpen(bad.mean(axis=0), (p_in + p_out) / 2)
     rest = np.delete(bad.sum(axis=0), slice(start, stop))
     spread = max(1.0, float(rest.var() / max(routers * p_out * (1 - p_out), 1e-9))) if len(rest) > 8 else 1.0
-    enough = gain[i, j] / spread > _EVIDENCE and p_in - p_out > 0.2
-    return (start, stop) if enough else None
+    surprise = gain[i, j] / spread
+    large = surprise > _EVIDENCE and p_in - p_out > 0.2
+    steep = surprise > _STRONG_EVIDENCE and p_in > _STEEP * p_out
+    return (start, stop) if large or steep else None
 
 
 def _sharpen(share: npt.NDArray[np.float64], threshold: float) -> tuple[int, int]:
