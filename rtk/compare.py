@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -140,7 +141,7 @@ def mismatch(
         TraceError: as `agreement`, or nothing has routes on both sides.
     """
     left, right = as_traces(rollout), as_traces(trainer)
-    pairs, layout = _pairs(left, right)
+    pairs, _ = _pairs(left, right)
     same = np.concatenate([_same(x, y) for x, y in pairs])
     if not len(same):
         raise TraceError("no token has routes on both sides, so there is nothing to compare")
@@ -194,7 +195,7 @@ def by_position(
     longest = max(len(x) for x, _ in pairs)
     edges = np.linspace(0, longest, min(spans, max(longest, 1)) + 1).astype(int)
     rows = []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges.tolist()):
         first = np.concatenate([x[start:stop] for x, _ in pairs])
         second = np.concatenate([y[start:stop] for _, y in pairs])
         differ = ~_same(first, second)

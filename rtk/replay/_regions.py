@@ -52,13 +52,13 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
         return _region(same, compared, bad.any(axis=1), int(rows[0]), int(rows[-1]) + 1)
     columns = np.flatnonzero(compared)
     span = _span(~same[:, columns])
-    low = same[:, columns].mean(axis=1) < min_agreement
+    low = np.asarray(same[:, columns].mean(axis=1) < min_agreement)
     # All rows of all layers are the plainer answer where the whole shard disagrees.
     if span is not None and (span[1] - span[0] < 0.95 * len(columns)):
         start, stop = int(columns[span[0]]), int(columns[span[1] - 1]) + 1
         inside = same[:, start:stop][:, compared[start:stop]].mean(axis=1)
         # Where no layer is as bad as that, all of them are the region: a small drop is not of one layer.
-        routers = inside < min_agreement
+        routers = np.asarray(inside < min_agreement)
         return _region(same, compared, routers if routers.any() else ~routers, start, stop)
     if low.any():
         return _region(same, compared, low, int(columns[0]), int(columns[-1]) + 1)
@@ -102,7 +102,7 @@ def _span(bad: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
         gain = (
             _log_likelihood(hits, cells)
             + _log_likelihood(all_hits - hits, all_cells - cells)
-            - _log_likelihood(np.float64(all_hits), np.float64(all_cells))
+            - _log_likelihood(totals[-1:], sizes[-1:])
         )
     usable = (cells > 0) & (cells < all_cells) & (inside > outside)
     gain = np.where(usable, gain, -np.inf)

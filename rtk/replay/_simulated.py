@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rtk.layout import ModelLayout
 from rtk.trace import RouteTrace
@@ -15,7 +16,7 @@ _VOCABULARY = 400
 
 def simulate(
     layout: ModelLayout, lengths: Sequence[tuple[int, int]], rng: np.random.Generator
-) -> tuple[list[RouteTrace], list[np.ndarray]]:
+) -> tuple[list[RouteTrace], list[npt.NDArray[np.int64]]]:
     """Traces whose routes depend on the token, on its context and on the layer, as real ones do.
 
     Tokens follow Zipf's law, so that common ones come again with the same or similar routes; some experts are
@@ -37,7 +38,7 @@ def simulate(
     weights = 1 / np.arange(1, _VOCABULARY + 1)
     traces, runners_up = [], []
     for prompt, generated in lengths:
-        tokens = rng.choice(_VOCABULARY, prompt + generated, p=weights / weights.sum())
+        tokens = rng.choice(_VOCABULARY, prompt + generated, p=weights / weights.sum()).astype(np.int32)
         rows = len(tokens) - 1
         routes = np.zeros((rows, layers, layout.top_k), dtype)
         following = np.zeros((rows, layers), np.int64)
@@ -61,7 +62,10 @@ def simulate(
 
 
 def other_engine(
-    traces: Sequence[RouteTrace], runners_up: Sequence[np.ndarray], share: float, rng: np.random.Generator
+    traces: Sequence[RouteTrace],
+    runners_up: Sequence[npt.NDArray[np.int64]],
+    share: float,
+    rng: np.random.Generator,
 ) -> list[RouteTrace]:
     """The same tokens on an engine that decides a share of near ties the other way.
 

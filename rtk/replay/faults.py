@@ -117,7 +117,8 @@ def _stage(layout: ModelLayout, rng: np.random.Generator) -> Shard:
     sizes = [size for size in (1, 2, 4) if layout.num_layers % size == 0]
     size = int(rng.choice(sizes))
     stages = [Shard(layout, pipeline_size=size, pipeline_rank=rank) for rank in range(size)]
-    return stages[rng.choice([i for i, stage in enumerate(stages) if stage.router_layer_numbers])]
+    usable = [stage for stage in stages if stage.router_layer_numbers]
+    return usable[int(rng.integers(len(usable)))]
 
 
 def catalogue() -> tuple[Fault, ...]:

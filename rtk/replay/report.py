@@ -282,7 +282,7 @@ def _mean(values: npt.NDArray[np.bool_]) -> float:
 
 def _sums(values: npt.NDArray[np.float64], edges: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     totals = np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1)], axis=1)
-    return totals[:, edges[1:]] - totals[:, edges[:-1]]
+    return np.asarray(totals[:, edges[1:]] - totals[:, edges[:-1]])
 
 
 def _number(value: float) -> float | None:
