@@ -52,13 +52,13 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
         return _region(same, compared, bad.any(axis=1), int(rows[0]), int(rows[-1]) + 1)
     columns = np.flatnonzero(compared)
     span = _span(~same[:, columns])
-    low = np.asarray(same[:, columns].mean(axis=1) < min_agreement)
+    low: npt.NDArray[np.bool_] = np.less(same[:, columns].mean(axis=1), min_agreement)
     # All rows of all layers are the plainer answer where the whole shard disagrees.
     if span is not None and (span[1] - span[0] < 0.95 * len(columns)):
         start, stop = int(columns[span[0]]), int(columns[span[1] - 1]) + 1
         inside = same[:, start:stop][:, compared[start:stop]].mean(axis=1)
         # Where no layer is as bad as that, all of them are the region: a small drop is not of one layer.
-        routers = np.asarray(inside < min_agreement)
+        routers: npt.NDArray[np.bool_] = np.less(inside, min_agreement)
         return _region(same, compared, routers if routers.any() else ~routers, start, stop)
     if low.any():
         return _region(same, compared, low, int(columns[0]), int(columns[-1]) + 1)
@@ -111,12 +111,20 @@ def _span(bad: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
         return None
     p_in, p_out = float(inside[i, j]), float(outside[i, j])
     start, stop = _sharpen(bad.mean(axis=0), (p_in + p_out) / 2)
-    rest = np.delete(bad.sum(axis=0), slice(start, stop))
-    spread = max(1.0, float(rest.var() / max(routers * p_out * (1 - p_out), 1e-9))) if len(rest) > 8 else 1.0
-    surprise = gain[i, j] / spread
+    spread = _overdispersion(np.delete(bad.sum(axis=0), slice(start, stop)), routers)
+    surprise = float(gain[i, j]) / spread
     large = surprise > _EVIDENCE and p_in - p_out > 0.2
     steep = surprise > _STRONG_EVIDENCE and p_in > _STEEP * p_out
     return (start, stop) if large or steep else None
+
+
+def _overdispersion(disagree: npt.NDArray[np.int64], routers: int) -> float:
+    """How many times more the disagreements of a token vary than those of independent routers; at least 1."""
+    if len(disagree) <= 8:
+        return 1.0
+    rate = disagree.mean() / routers
+    expected = routers * rate * (1 - rate)
+    return max(1.0, float(disagree.var() / expected)) if expected else 1.0
 
 
 def _sharpen(share: npt.NDArray[np.float64], threshold: float) -> tuple[int, int]:
