@@ -10,8 +10,8 @@ from rtk.replay import _hypotheses, _regions
 from rtk.replay._sides import Sides
 from rtk.replay.report import Hypothesis
 
-# A specific layout wins over a search among a thousand shifts that does as well.
-_TIE = 0.03
+# A specific layout wins over a search among a thousand shifts that does about as well.
+_TIE = 0.06
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ def diagnose(sides: Sides, *, min_agreement: float = _regions.MIN_AGREEMENT) -> 
     part = bool(rest.any())
     if not any(h.explains for h in tried) and not sides.exact:
         tried += _by_place(sides, region, part)
+    top = max((h.after for h in tried if h.explains), default=1.0)
     order = sorted(
         range(len(tried)),
         key=lambda i: (
             not tried[i].explains,
-            -round(tried[i].after / _TIE) if tried[i].explains else -tried[i].after,
+            tried[i].after < top - _TIE,
+            0 if tried[i].explains else -tried[i].after,
             i,
         ),
     )

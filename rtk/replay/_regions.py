@@ -59,7 +59,9 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
         inside = same[:, start:stop][:, compared[start:stop]].mean(axis=1)
         # Where no layer is as bad as that, all of them are the region: a small drop is not of one layer.
         routers: npt.NDArray[np.bool_] = np.less(inside, min_agreement)
-        return _region(same, compared, routers if routers.any() else ~routers, start, stop)
+        if not routers.any():
+            routers = np.ones(len(same), bool)
+        return _region(same, compared, routers, start, stop)
     if low.any():
         return _region(same, compared, low, int(columns[0]), int(columns[-1]) + 1)
     return None
