@@ -234,7 +234,8 @@ def moving(traces: Sequence[RouteTrace]) -> Finding:
     name = "no stuck rows"
     for number, trace in enumerate(traces):
         routes = trace.routed_experts[:, list(trace.layout.moe_layers)].reshape(trace.rows, -1)
-        still = (routes[1:] == routes[:-1]).all(axis=1) & routes[1:].any(axis=1)
+        # Zeros are what not_zero is about, but with top-1 they may be a row like any other.
+        still = (routes[1:] == routes[:-1]).all(axis=1) & (routes[1:].any(axis=1) | (trace.layout.top_k == 1))
         start, stop = _longest_run(still)
         tokens = trace.token_ids[start : stop + 1]
         other = np.delete(still, slice(start, stop))
