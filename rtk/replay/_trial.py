@@ -56,16 +56,18 @@ class Trial:
     def _explains(self, before: float, after: float, rows: int, chance: float, log_tries: float) -> bool:
         if rows * 2 < self.rows.sum():
             return False  # it speaks of less than half of what is to be explained
-        if self.sides.exact:
-            return after >= 0.95 and after > before
         chance = min(max(chance, 1e-6), 1 - 1e-6)
         # Chernoff's bound on so many agreements of unrelated tokens, over all that was tried. Layers of one
         # token are not independent, so a token counts for at most four.
         cells = rows * min(int(self.region.routers.sum()), 4)
         surprise = cells * _divergence(after, chance) if after > chance else 0.0
+        if surprise <= log_tries + math.log(1000):
+            return False
+        if self.sides.exact:
+            return after >= 0.95 and after > before
         kappa = (after - chance) / (1 - chance)  # Cohen's kappa: agreement beyond chance
         gain = (after - before) / (1 - chance)
-        return kappa >= 0.5 and gain >= 0.25 and surprise > log_tries + math.log(1000)
+        return kappa >= 0.5 and gain >= 0.25
 
 
 def _divergence(a: float, c: float) -> float:
