@@ -1,21 +1,26 @@
 """How often rtk.replay.check catches and names each fault, and how often it cries wolf.
 
-    python benchmarks/fault_rates.py [--shapes 200] [--seed 1]
+    python -m benchmarks.fault_rates [--shapes 300] [--seed 1] [--real]
 
-Prints the two tables of docs/replay.md. Shapes are drawn at random: 2 to 16 layers, dense ones anywhere, 4 to 512
+Prints the tables of docs/replay.md. Shapes are drawn at random: 2 to 16 layers, dense ones anywhere, 4 to 512
 experts, top-1 to top-10, one to three sequences of 24 to 600 tokens. The trainer's own choices differ from the
 rollout's in 1 to 5 % of routers, near ties decided the other way.
+
+With --real the tiny model is run by transformers in float32, in bfloat16 and with moved weights, and the same
+is counted on its own routes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
-from rtk import ModelLayout, RouteTrace
+from rtk import ModelLayout, RouteTrace, compare
 from rtk.errors import ShardError
 from rtk.replay import Shard, check, faults
 from rtk.replay._laid import Laid
@@ -37,7 +42,7 @@ def shape(rng: np.random.Generator) -> tuple[ModelLayout, list[tuple[int, int]]]
 
 
 def clean_reports(
-    traces: list[RouteTrace], runners_up: list[np.ndarray], rng: np.random.Generator
+    traces: list[RouteTrace], runners_up: list[npt.NDArray[np.int64]], rng: np.random.Generator
 ) -> Iterator[tuple[str, bool]]:
     """Checks of routes that are as they should be, by kind: whether each passed."""
     shard = Shard(traces[0].layout)
@@ -84,8 +89,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", type=int, default=200)
+    parser.add_argument("--shapes", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--real", action="store_true")
     options = parser.parse_args()
     caught, clean = measure(options.shapes, options.seed)
     print("| fault | reports | tried | caught | named |\n| --- | --- | --- | --- | --- |")
@@ -100,6 +106,47 @@ def main() -> None:
         print(f"| {name} | {counts['tried']} | {counts['alarms']} |")
     tried, alarms = sum(c["tried"] for c in clean.values()), sum(c["alarms"] for c in clean.values())
     print(f"| all | {tried} | {alarms} |")
+    if options.real:
+        real()
+
+
+def real() -> None:
+    """The same on the tiny model: float32 against bfloat16, and spans of text under moved weights."""
+    from tests.replay import engines
+
+    first, second = engines.traces("float32"), engines.traces("bfloat16")
+    shard = Shard(first[0].layout)
+    pairs = [*zip(first, second, strict=True), *zip(second, first, strict=True)]
+    alarms = sum(not check(a, shard, reference=b).ok for a, b in pairs)
+    print(f"\nfloat32 against bfloat16: {compare.mismatch(first, second)}")
+    print(f"{alarms} false alarms in {len(pairs)} pairs of traces\n")
+    counts: Counter[str] = Counter()
+    rng = np.random.default_rng(0)
+    for i in range(len(first)):
+        both = [i, (i + 5) % len(first)]
+        for fault in faults.catalogue():
+            try:
+                specimen = fault.inject([first[j] for j in both], rng=rng, engine=[second[j] for j in both])
+            except ShardError:
+                continue
+            report = specimen.check()
+            counts.update(tried=1, caught=not report.ok, named=report.fault == fault.diagnosis)
+    print(f"| the whole catalogue on the tiny model | | {_row(counts)} |\n")
+    print(
+        "| weights moved by | routers that still agree | spans | caught | named |\n| --- | --- | --- | --- | --- |"
+    )
+    for noise in (0.02, 0.05, 0.1, 0.2, 0.4):
+        moved = engines.traces("float32", noise)
+        counts = Counter()
+        for a, b, c in zip(first, second, moved, strict=True):
+            if a.rows < 64:
+                continue
+            routes, span = a.routed_experts.copy(), slice(a.rows // 4, a.rows // 4 + a.rows // 3)
+            routes[span] = c.routed_experts[span]
+            report = check(dataclasses.replace(a, routed_experts=routes), shard, reference=b)
+            counts.update(tried=1, caught=not report.ok, named=report.fault == "other weights")
+        agree = 1 - compare.mismatch(first, moved).routers_differ
+        print(f"| {noise:.0%} | {agree:.1%} | {_row(counts)} |")
 
 
 def _row(counts: Counter[str]) -> str:

@@ -35,7 +35,10 @@ def permuted(clean: Clean) -> Specimen:
     need(experts > 2, "more than two experts")
     routes = trace.routed_experts.copy()
     for layer in trace.layout.moe_layers:
-        routes[:, layer] = clean.rng.permutation(experts).astype(routes.dtype)[routes[:, layer]]
+        order = clean.rng.permutation(experts)
+        if (order == np.arange(experts)).all():  # one in 24 of four experts, and no fault
+            order = order[::-1]
+        routes[:, layer] = order.astype(routes.dtype)[routes[:, layer]]
     return Specimen((changed(trace, routes),), clean.shard, {"recorded": clean.record()})
 
 
