@@ -1,5 +1,7 @@
 """Every fault of the catalogue, over many shapes and on the tiny model's own routes: caught, and called by its name."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -193,3 +195,10 @@ class TestRealEngines:
             tried += 1
         assert tried > 10
         assert named >= least * tried
+
+
+def test_the_documentation_lists_the_whole_catalogue():
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
+    for fault in faults.catalogue():
+        line = f"| {fault.name} | {', '.join(fault.reports)} | {fault.looks} | {fault.sees} | {fault.diagnosis} |"
+        assert line in page
