@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rtk import ModelLayout, RouteTrace, compare
 from rtk.errors import ShardError
-from rtk.replay import Shard, check, faults
+from rtk.replay import ReplayReport, Shard, check, faults
 from rtk.replay._laid import Laid
 from rtk.replay._simulated import other_engine, simulate
 
@@ -79,7 +79,7 @@ def measure(shapes: int, seed: int) -> tuple[dict[str, Counter[str]], dict[str, 
             except ShardError:
                 continue  # this shape cannot show it
             report = specimen.check()
-            caught[fault.name].update(tried=1, caught=not report.ok, named=report.fault == fault.diagnosis)
+            caught[fault.name].update(_counted(report, fault.diagnosis))
         for name, passed in clean_reports(traces, runners_up, rng):
             clean[name].update(tried=1, alarms=not passed)
     return caught, clean
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true")
     options = parser.parse_args()
     caught, clean = measure(options.shapes, options.seed)
-    print("| fault | reports | tried | caught | named |\n| --- | --- | --- | --- | --- |")
+    print("| fault | reports | tried | caught | named | misnamed |\n| --- | --- | --- | --- | --- | --- |")
     total: Counter[str] = Counter()
     for fault in faults.catalogue():
         counts = caught[fault.name]
@@ -130,10 +130,10 @@ def real() -> None:
             except ShardError:
                 continue
             report = specimen.check()
-            counts.update(tried=1, caught=not report.ok, named=report.fault == fault.diagnosis)
+            counts.update(_counted(report, fault.diagnosis))
     print(f"| the whole catalogue on the tiny model | | {_row(counts)} |\n")
     print(
-        "| weights moved by | routers that still agree | spans | caught | named |\n| --- | --- | --- | --- | --- |"
+        "| weights moved by | routers that still agree | spans | caught | named | misnamed |\n| --- | --- | --- | --- | --- | --- |"
     )
     for noise in (0.02, 0.05, 0.1, 0.2, 0.4):
         moved = engines.traces("float32", noise)
@@ -144,17 +144,28 @@ def real() -> None:
             routes, span = a.routed_experts.copy(), slice(a.rows // 4, a.rows // 4 + a.rows // 3)
             routes[span] = c.routed_experts[span]
             report = check(dataclasses.replace(a, routed_experts=routes), shard, reference=b)
-            counts.update(tried=1, caught=not report.ok, named=report.fault == "other weights")
+            counts.update(_counted(report, "other weights"))
         agree = 1 - compare.mismatch(first, moved).routers_differ
         print(f"| {noise:.0%} | {agree:.1%} | {_row(counts)} |")
+
+
+def _counted(report: ReplayReport, diagnosis: str) -> dict[str, int]:
+    return {
+        "tried": 1,
+        "caught": not report.ok,
+        "named": report.fault == diagnosis,
+        "misnamed": report.fault not in (diagnosis, "unknown", None),
+    }
 
 
 def _row(counts: Counter[str]) -> str:
     tried = counts["tried"]
     if not tried:
-        return "0 | | "
+        return "0 | | | "
     return " | ".join(
-        [str(tried)] + [f"{counts[key]} ({counts[key] / tried:.1%})" for key in ("caught", "named")]
+        [str(tried)]
+        + [f"{counts[key]} ({counts[key] / tried:.2%})" for key in ("caught", "named")]
+        + [str(counts["misnamed"])]
     )
 
 
