@@ -236,3 +236,9 @@ def test_routers_of_mtp_layers(clean):
     report = check(clean, STAGE_1, tensors=tensors, layer_numbers=[5, 6, 7, 8, 1])
     assert report.fault == "MTP layers"
     assert "numbered from 1 by themselves" in report.diagnosis
+
+
+def test_a_live_router_of_a_layer_that_the_model_does_not_have(clean):
+    found = failures(check(clean, STAGE_1, layer_numbers=[5, 6, 7, 9]))
+    assert found.keys() == {"layer numbers"}
+    assert found["layer numbers"][0] == 9
