@@ -145,7 +145,7 @@ class Probe:
         self.generations += 1
         try:
             payload = await self.ask("POST", path, self._body(path, salt, first_row))
-            return self._sglang_answer(payload) if path == SGLANG else _answer(payload)
+            return self._sglang_answer(payload) if path == SGLANG else self._answer(payload)
         except RtkError as error:
             return error
 
@@ -190,6 +190,35 @@ class Probe:
             return {**body, "messages": [{"role": "user", "content": "Say yes."}]}
         return {**body, "prompt": self.prompt, "logprobs": 0, **_start(first_row)}
 
+    def _answer(self, payload: Mapping[str, Any]) -> Answer:
+        """An answer of vLLM's, SkyRL's or an OpenAI route."""
+        choices = payload.get("choices")
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+            raise PayloadError(f"the answer has no choices; got the keys {sorted(payload)}")
+        choice = choices[0]
+        given = choice.get("logprobs")
+        if isinstance(given, Mapping) and "content" in given and isinstance(choice.get("token_ids"), list):
+            chunk = _wire.decode_chunk(choice)
+            tokens, logprobs = chunk.token_ids, chunk.logprobs
+        else:
+            ids = choice.get("token_ids")
+            tokens = ids if isinstance(ids, list) and all(type(token) is int for token in ids) else []
+            values = given.get("token_logprobs") if isinstance(given, Mapping) else None
+            logprobs = [_number([value]) for value in values] if isinstance(values, list) else None
+        extra = choice.get("sgl_ext")
+        encoded = choice.get("routed_experts") or (
+            extra.get("routed_experts") if isinstance(extra, Mapping) else None
+        )
+        routes, fault = _readable(lambda: None if encoded is None else _wire.decode_routed_experts(encoded))
+        return Answer(tokens, logprobs, routes, fault)
+
+    def _routes(self, choice: Mapping[str, Any]) -> npt.NDArray[np.integer[Any]] | None:
+        extra = choice.get("sgl_ext")
+        if isinstance(extra, Mapping):
+            return self._sglang_routes(extra.get("routed_experts"))
+        encoded = choice.get("routed_experts")
+        return None if encoded is None else _wire.decode_routed_experts(encoded)
+
     def _sglang_answer(self, payload: Mapping[str, Any]) -> Answer:
         meta = payload.get("meta_info")
         meta = meta if isinstance(meta, Mapping) else {}
@@ -230,29 +259,6 @@ def _start(first_row: int) -> dict[str, int]:
 
 def _settings() -> dict[str, Any]:
     return {"max_tokens": MAX_TOKENS, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-
-
-def _answer(payload: Mapping[str, Any]) -> Answer:
-    """An answer of vLLM's, SkyRL's or an OpenAI route."""
-    choices = payload.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise PayloadError(f"the answer has no choices; got the keys {sorted(payload)}")
-    choice = choices[0]
-    given = choice.get("logprobs")
-    if isinstance(given, Mapping) and "content" in given and isinstance(choice.get("token_ids"), list):
-        chunk = _wire.decode_chunk(choice)
-        tokens, logprobs = chunk.token_ids, chunk.logprobs
-    else:
-        ids = choice.get("token_ids")
-        tokens = ids if isinstance(ids, list) and all(type(token) is int for token in ids) else []
-        values = given.get("token_logprobs") if isinstance(given, Mapping) else None
-        logprobs = [_number([value]) for value in values] if isinstance(values, list) else None
-    extra = choice.get("sgl_ext")
-    encoded = choice.get("routed_experts") or (
-        extra.get("routed_experts") if isinstance(extra, Mapping) else None
-    )
-    routes, fault = _readable(lambda: None if encoded is None else _wire.decode_routed_experts(encoded))
-    return Answer(tokens, logprobs, routes, fault)
 
 
 def _readable(read: Any) -> tuple[npt.NDArray[np.integer[Any]] | None, str | None]:
