@@ -26,26 +26,23 @@ def all_zero(routes: Routes) -> Flags:
     A router picks distinct experts, so with top-2 and more no router makes such a row; it is what a buffer
     holds that was never written. With top-1 it may be real: judge it by how many there are.
     """
-    return ~routes.any(axis=-1)
+    return np.asarray(~routes.any(axis=-1))
 
 
 def out_of_range(routes: Routes, num_experts: int) -> Flags:
     """Where an id lies outside 0..num_experts-1, bool of the shape without its last axis."""
-    flags: Flags = ((routes < 0) | (routes >= num_experts)).any(axis=-1)
-    return flags
+    return np.asarray(((routes < 0) | (routes >= num_experts)).any(axis=-1))
 
 
 def repeated_experts(routes: Routes) -> Flags:
     """Where an expert stands twice in a row, bool of the shape without its last axis; all-zero rows too."""
     ordered = np.sort(routes, axis=-1)
-    flags: Flags = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
-    return flags
+    return np.asarray((ordered[..., 1:] == ordered[..., :-1]).any(axis=-1))
 
 
 def same_experts(a: Routes, b: Routes) -> Flags:
     """Where two arrays of one shape hold the same set of experts, in any order; shape without the last axis."""
-    flags: Flags = (np.sort(a, axis=-1) == np.sort(b, axis=-1)).all(axis=-1)
-    return flags
+    return np.asarray((np.sort(a, axis=-1) == np.sort(b, axis=-1)).all(axis=-1))
 
 
 def stuck_rows(routes: Routes, token_ids: Sequence[int]) -> tuple[int, int] | None:

@@ -61,7 +61,9 @@ def plausibility(subject: Subject) -> Iterator[Finding]:
     rows, shape = _rows(subject), _shape(subject)
     yield rows
     yield shape
-    wrong_shape = "" if shape.status == "ok" or subject.layout is None else "the routes are of another model's shape"
+    wrong_shape = (
+        "" if shape.status == "ok" or subject.layout is None else "the routes are of another model's shape"
+    )
     yield _guarded("expert range", _range, subject, "" if subject.layout else "the model's layout is unknown")
     zero = _guarded("not all zero", _not_zero, subject, wrong_shape)
     yield zero
@@ -161,7 +163,9 @@ def _not_zero(subject: Subject) -> Finding:
             "may bypass the capture: try another (--moe-backend triton on vLLM), or update",
         )
     if subject.routes.shape[2] == 1:
-        zero = np.broadcast_to(zero.all(axis=0), zero.shape)  # with top-1, expert 0 is a choice like any other
+        zero = np.broadcast_to(
+            zero.all(axis=0), zero.shape
+        )  # with top-1, expert 0 is a choice like any other
     if not zero.any():
         return Finding(name, "ok", f"each row of the {len(layers)} MoE layers is filled")
     worst = int(zero.sum(axis=0).argmax())
@@ -176,7 +180,7 @@ def _not_zero(subject: Subject) -> Finding:
 
 def _prompt_rows(subject: Subject) -> Finding:
     name = "prompt rows"
-    zero = plausible.all_zero(subject.moe_routes).all(axis=1)
+    zero = np.asarray(plausible.all_zero(subject.moe_routes).all(axis=1))
     prompt, generated = zero[: len(subject.prompt)], zero[len(subject.prompt) :]
     empty = [(part, flags) for part, flags in (("prompt", prompt), ("generated", generated)) if flags.any()]
     if not empty:
@@ -242,16 +246,24 @@ def repeat(name: str, subject: Subject, other: Asked, what: str) -> Finding:
     if not isinstance(other, Answer):
         return Finding(name, "fail", f"{what}: {other}")
     if other.routes is None:
-        return Finding(name, "fail", f"{what}: {other.fault or 'no routes came, while the first time they did'}")
+        return Finding(
+            name, "fail", f"{what}: {other.fault or 'no routes came, while the first time they did'}"
+        )
     if other.routes.shape[1:] != subject.routes.shape[1:] or len(other.routes) < len(subject.prompt):
         return Finding(
-            name, "fail", f"{what}: shape {list(other.routes.shape)}, the first time {list(subject.routes.shape)}"
+            name,
+            "fail",
+            f"{what}: shape {list(other.routes.shape)}, the first time {list(subject.routes.shape)}",
         )
     agreeing = _common(subject.answer.token_ids, other.token_ids)
     rows = min(len(subject.prompt) + agreeing, len(subject.routes), len(other.routes))
     same = plausible.same_experts(subject.routes[:rows], other.routes[:rows])[:, subject.moe_layers]
     # After a token that differs, the two sequences are two sequences.
-    until = "" if agreeing == len(subject.answer.token_ids) else f" up to generated token {agreeing}, which differs"
+    until = (
+        ""
+        if agreeing == len(subject.answer.token_ids)
+        else f" up to generated token {agreeing}, which differs"
+    )
     if same.all():
         status: Status = "warn" if until else "ok"
         return Finding(name, status, f"{what}: the same experts in {rows} rows{until}")
@@ -300,10 +312,14 @@ def streaming(whole: Answer, streamed: Asked, moe_layers: list[int]) -> Finding:
         return Finding(name, "fail", f"routes of shape {shapes}")
     same = plausible.same_experts(whole.routes, streamed.routes)[:, moe_layers]
     if same.all():
-        return Finding(name, "ok", f"the same {len(whole.token_ids)} tokens and {len(whole.routes)} rows of routes")
+        return Finding(
+            name, "ok", f"the same {len(whole.token_ids)} tokens and {len(whole.routes)} rows of routes"
+        )
     share = float(same.mean())
     status: Status = "warn" if share >= _SAME_ENOUGH else "fail"
-    return Finding(name, status, f"the same tokens, but the same experts in {share:.1%} of row-layer pairs only")
+    return Finding(
+        name, status, f"the same tokens, but the same experts in {share:.1%} of row-layer pairs only"
+    )
 
 
 def logprobs(answer: Answer) -> Finding:
@@ -317,11 +333,15 @@ def logprobs(answer: Answer) -> Finding:
     missing = sum(value <= _wire.FLOOR_LOGPROB for value in values)
     if missing:
         return Finding(
-            name, "fail", f"{missing} of {len(values)} are missing or not finite: the server computes NaN or infinity"
+            name,
+            "fail",
+            f"{missing} of {len(values)} are missing or not finite: the server computes NaN or infinity",
         )
     above = sum(value > 1e-4 for value in values)
     if above:
-        return Finding(name, "fail", f"{above} of {len(values)} are above 0, so they are no log probabilities")
+        return Finding(
+            name, "fail", f"{above} of {len(values)} are above 0, so they are no log probabilities"
+        )
     return Finding(name, "ok", f"{len(values)} finite values, {min(values):.2f} to {max(values):.2f}")
 
 
