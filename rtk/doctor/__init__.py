@@ -94,7 +94,7 @@ async def _identify(session: Session, probe: Probe) -> _Server:
         return _Server("SGLang", str(info.get("version", "unknown")), False, root)
     if "+rtk.embedded" in version:
         return _Server("embedded", version, False, root)
-    skyrl = await probe.serves(SKYRL)
+    skyrl = session._generator.server == "skyrl"
     return _Server("vLLM" if owner == "vllm" or skyrl else "unknown", version, skyrl, root)
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from rtk import _wire, plausible
+from rtk import plausible
 from rtk.doctor._probe import Answer, Asked
 from rtk.doctor.report import Finding, Status
 from rtk.layout import ModelLayout
+from rtk.wire.forms import FLOOR_LOGPROB
+from rtk.wire.routes import Routes
 
 # Two correct passes may differ where two experts score almost the same, in one row of a hundred or so; routes
 # of other tokens, or of another layer, agree in far fewer.
 _SAME_ENOUGH = 0.9
-
-Routes = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -330,7 +328,7 @@ def logprobs(answer: Answer) -> Finding:
         return Finding(name, "warn", "no logprobs came, although they were asked for")
     if len(values) != len(answer.token_ids):
         return Finding(name, "fail", f"{len(values)} logprobs for {len(answer.token_ids)} tokens")
-    missing = sum(value <= _wire.FLOOR_LOGPROB for value in values)
+    missing = sum(value <= FLOOR_LOGPROB for value in values)
     if missing:
         return Finding(
             name,

@@ -1,28 +1,24 @@
 """The few requests that the doctor sends, and what came back in one form whatever the server.
 
-Endpoints: vLLM's `/inference/v1/generate` and OpenAI routes, SkyRL's `/skyrl/v1/generate`, SGLang's `/generate`
-(`return_routed_experts`, `routed_experts_start_len`; routes are base64 of int32 without a shape).
+The forms of requests and answers are those of `rtk.wire.forms`. Here they are read without its caller's promise
+that an answer is as expected, since what is not is a finding.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import copy
-import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from rtk import _wire
-from rtk.errors import PayloadError, RequestRejected, RtkError
+from rtk.errors import PayloadError, RtkError
 from rtk.generator import RemoteInferenceGenerator, RetryPolicy
 from rtk.layout import ModelLayout
+from rtk.result import GenerateChunk
+from rtk.wire import forms
+from rtk.wire.routes import Routes
 
 NATIVE = "/inference/v1/generate"
 SKYRL = "/skyrl/v1/generate"
@@ -59,7 +55,7 @@ class Answer:
 
     token_ids: list[int]
     logprobs: list[float] | None
-    routes: npt.NDArray[np.integer[Any]] | None
+    routes: Routes | None
     fault: str | None = None
 
 
@@ -85,6 +81,7 @@ class Probe:
         # A copy comes without the open connection, so the caller's retries and its loop are left alone.
         self._generator = copy.copy(generator)
         self._generator.retry = _ONCE
+        self._generator.server = "vllm"  # what is streamed
         self._model = model
         self._layout = layout
         self._longest = max(2, (max_model_len or 4096) - MAX_TOKENS - 1)
@@ -112,16 +109,6 @@ class Probe:
         except RtkError:
             return None
 
-    async def serves(self, path: str) -> bool:
-        """Whether a POST route exists, told by how it refuses a GET: 405 instead of 404."""
-        try:
-            await self.ask("GET", path)
-        except RequestRejected as error:
-            return error.status == 405
-        except RtkError:
-            return False
-        return False
-
     async def choose_prompt(self) -> None:
         """Tokenise the doctor's text; without a tokenizer route, plain small ids stand in."""
         try:
@@ -144,8 +131,11 @@ class Probe:
         """
         self.generations += 1
         try:
-            payload = await self.ask("POST", path, self._body(path, salt, first_row))
-            return self._sglang_answer(payload) if path == SGLANG else self._answer(payload)
+            form = self._form(path)
+            body = form.body(self.prompt, _settings(), routed_experts=True)
+            return self._answer(
+                form, await self.ask("POST", path, body | _extras(path, self._model, salt, first_row))
+            )
         except RtkError as error:
             return error
 
@@ -164,88 +154,43 @@ class Probe:
             return error
         return Answer(result.token_ids, result.logprobs, result.routed_experts)
 
-    def _body(self, path: str, salt: str, first_row: int) -> dict[str, Any]:
+    def _answer(self, form: forms.Form, payload: Mapping[str, Any]) -> Answer:
+        choice = form.choice(payload)
+        chunk = GenerateChunk([], None) if form.path == CHAT else form.chunk(choice)
+        try:
+            if form.path == SGLANG and self._layout is None and choice.get("routed_experts") is not None:
+                raise PayloadError(
+                    "SGLang sends no shape, so the model's layout is needed to read its routes"
+                )
+            found, fault = form.routed_experts(payload, choice), None
+        except PayloadError as error:
+            found, fault = None, str(error)
+        return Answer(chunk.token_ids, chunk.logprobs, found, fault)
+
+    def _form(self, path: str) -> forms.Form:
         if path == SGLANG:
-            return {
-                "input_ids": self.prompt,
-                "sampling_params": {"max_new_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True},
-                "return_logprob": True,
-                "return_routed_experts": True,
-                "extra_key": salt,
-                **({"routed_experts_start_len": first_row} if first_row else {}),
-            }
-        common = {"model": self._model, "cache_salt": salt}
+            return forms.SglangGenerate(self._layout)
         if path in (NATIVE, SKYRL):
-            return {**common, "token_ids": self.prompt, "sampling_params": _settings()}
-        body = {
-            **common,
+            return forms.VllmGenerate(path)
+        return _Chat() if path == CHAT else forms.Completions()
+
+
+class _Chat(forms.Completions):
+    """One short chat: whether routes come back is all that it is asked for."""
+
+    path = CHAT
+
+    def __init__(self) -> None:
+        pass
+
+    def body(
+        self, token_ids: Sequence[int], sampling_params: forms.Json, *, routed_experts: bool
+    ) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "user", "content": "Say yes."}],
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            # SGLang's OpenAI routes want to be asked; vLLM's ignore what they do not know.
-            "return_routed_experts": True,
         }
-        if path == CHAT:
-            return {**body, "messages": [{"role": "user", "content": "Say yes."}]}
-        return {**body, "prompt": self.prompt, "logprobs": 0, **_start(first_row)}
-
-    def _answer(self, payload: Mapping[str, Any]) -> Answer:
-        """An answer of vLLM's, SkyRL's or an OpenAI route."""
-        choices = payload.get("choices")
-        if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-            raise PayloadError(f"the answer has no choices; got the keys {sorted(payload)}")
-        choice = choices[0]
-        given = choice.get("logprobs")
-        if isinstance(given, Mapping) and "content" in given and isinstance(choice.get("token_ids"), list):
-            chunk = _wire.decode_chunk(choice)
-            tokens, logprobs = chunk.token_ids, chunk.logprobs
-        else:
-            ids = choice.get("token_ids")
-            tokens = ids if isinstance(ids, list) and all(type(token) is int for token in ids) else []
-            values = given.get("token_logprobs") if isinstance(given, Mapping) else None
-            logprobs = [_number([value]) for value in values] if isinstance(values, list) else None
-        extra = choice.get("sgl_ext")
-        encoded = choice.get("routed_experts") or (
-            extra.get("routed_experts") if isinstance(extra, Mapping) else None
-        )
-        routes, fault = _readable(lambda: None if encoded is None else _wire.decode_routed_experts(encoded))
-        return Answer(tokens, logprobs, routes, fault)
-
-    def _routes(self, choice: Mapping[str, Any]) -> npt.NDArray[np.integer[Any]] | None:
-        extra = choice.get("sgl_ext")
-        if isinstance(extra, Mapping):
-            return self._sglang_routes(extra.get("routed_experts"))
-        encoded = choice.get("routed_experts")
-        return None if encoded is None else _wire.decode_routed_experts(encoded)
-
-    def _sglang_answer(self, payload: Mapping[str, Any]) -> Answer:
-        meta = payload.get("meta_info")
-        meta = meta if isinstance(meta, Mapping) else {}
-        tokens = payload.get("output_ids")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise PayloadError(f"{SGLANG} answered without output_ids; got the keys {sorted(payload)}")
-        pairs = meta.get("output_token_logprobs")
-        logprobs = [_number(pair) for pair in pairs] if isinstance(pairs, list) else None
-        routes, fault = _readable(lambda: self._sglang_routes(meta.get("routed_experts")))
-        return Answer(tokens, logprobs, routes, fault)
-
-    def _sglang_routes(self, text: object) -> npt.NDArray[np.integer[Any]] | None:
-        if text is None:
-            return None
-        if self._layout is None:
-            raise PayloadError("SGLang sends no shape, so the model's layout is needed to read its routes")
-        try:
-            data = base64.b64decode(text, validate=True) if isinstance(text, str) else b"?"
-        except (binascii.Error, ValueError) as error:
-            raise PayloadError(f"routed_experts are no base64, or were cut: {error}") from error
-        row = self._layout.num_layers * self._layout.top_k * 4
-        if len(data) % row:
-            raise PayloadError(
-                f"routed_experts have {len(data)} bytes, which are no whole rows of {self._layout.num_layers} layers, "
-                f"top-{self._layout.top_k}, int32"
-            )
-        return np.frombuffer(data, "<i4").reshape(-1, self._layout.num_layers, self._layout.top_k)
 
 
 def fresh_salt() -> str:
@@ -253,22 +198,12 @@ def fresh_salt() -> str:
     return f"rtk-doctor-{uuid.uuid4().hex}"
 
 
-def _start(first_row: int) -> dict[str, int]:
-    return {"routed_experts_prompt_start": first_row} if first_row else {}
+def _extras(path: str, model: str, salt: str, first_row: int) -> dict[str, Any]:
+    if path == SGLANG:
+        return {"extra_key": salt} | ({"routed_experts_start_len": first_row} if first_row else {})
+    start = {"routed_experts_prompt_start": first_row} if first_row else {}
+    return {"model": model, "cache_salt": salt, **start}
 
 
 def _settings() -> dict[str, Any]:
     return {"max_tokens": MAX_TOKENS, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-
-
-def _readable(read: Any) -> tuple[npt.NDArray[np.integer[Any]] | None, str | None]:
-    try:
-        return read(), None
-    except PayloadError as error:
-        return None, str(error)
-
-
-def _number(pair: object) -> float:
-    """The first of SGLang's (logprob, id, text), floored as `_wire` floors."""
-    value = pair[0] if isinstance(pair, list) and pair else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else _wire.FLOOR_LOGPROB
