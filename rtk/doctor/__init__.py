@@ -51,7 +51,7 @@ class _Server:
 
 
 async def examine(session: Session) -> DoctorReport:
-    """Examine a session's server with at most 14 requests, 8 of which generate 12 tokens.
+    """Examine a session's server with at most 13 requests, of which 9 generate 12 tokens.
 
     The prompt has at most 160 tokens, and every cache salt is fresh, so that what is cached for others is neither
     used nor pushed aside by more than that. What is wrong with the server is a finding in the report.
