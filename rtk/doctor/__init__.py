@@ -147,20 +147,19 @@ async def _examine_routes(session: Session, probe: Probe, server: _Server) -> As
     main = SGLANG if server.product == "SGLang" else SKYRL if server.skyrl else NATIVE
     salt = fresh_salt()
     first = await probe.generate(main, salt)
-    yield _endpoint(main, first, server)
     offset = len(probe.prompt) // 2
-    others: dict[str, Asked] = {}
-    for path in (COMPLETIONS, CHAT):
-        others[path] = await probe.generate(path, salt, offset if path == COMPLETIONS else 0)
-        yield _other_endpoint(path, others[path], server)
+    completion = await probe.generate(COMPLETIONS, salt, offset)
+    yield _endpoint(main, first, server, else_completions=_has_routes(completion))
+    yield _other_endpoint(COMPLETIONS, completion, server)
+    yield _other_endpoint(CHAT, await probe.generate(CHAT, salt), server)
     endpoint = main
-    if not _has_routes(first) and _has_routes(others[COMPLETIONS]):
+    if not _has_routes(first) and _has_routes(completion):
         # The routes there can still be looked at, in full.
         endpoint = COMPLETIONS
         first = await probe.generate(COMPLETIONS, salt)
     if isinstance(first, Answer) and first.routes is not None:
         subject = _checks.Subject(endpoint, probe.prompt, first, session.layout)
-        async for finding in _with_routes(subject, probe, salt, others[COMPLETIONS], offset):
+        async for finding in _with_routes(subject, probe, salt, completion, offset):
             yield finding
     else:
         for name in _ROUTE_CHECKS:
@@ -199,33 +198,35 @@ async def _with_routes(
 
 
 async def _streaming(first: Asked, endpoint: str, session: Session, probe: Probe) -> Finding:
-    if endpoint != NATIVE or not isinstance(first, Answer):
-        reason = f"only {NATIVE} is streamed here, and it " + (
-            "failed" if endpoint == NATIVE else f"is not what {endpoint} is"
-        )
-        return Finding("streaming", "skipped", reason)
+    if endpoint != NATIVE:
+        return Finding("streaming", "skipped", f"only {NATIVE} sends routes in a stream that is read here")
+    if not isinstance(first, Answer):
+        return Finding("streaming", "skipped", f"{NATIVE} failed")
     salt = fresh_salt()
     whole = await probe.generate(NATIVE, salt)
     if not isinstance(whole, Answer):
         return Finding("streaming", "fail", f"the same request without streaming now fails: {whole}")
-    streamed = await probe.stream(salt, routes=whole.routes is not None)
-    moe = list(session.layout.moe_layers) if session.layout else []
-    return _checks.streaming(whole, streamed, moe)
+    # A stream whose routes have other rows than its tokens is refused, which the row count says already.
+    rows = len(probe.prompt) + len(whole.token_ids) - 1
+    routes = whole.routes is not None and len(whole.routes) == rows
+    return _checks.streaming(whole, await probe.stream(salt, routes=routes), session.layout)
 
 
 def _has_routes(asked: Asked) -> bool:
     return isinstance(asked, Answer) and asked.routes is not None
 
 
-def _endpoint(path: str, asked: Asked, server: _Server) -> Finding:
-    """The endpoint that rtk samples from: without routes there, nothing else matters."""
+def _endpoint(path: str, asked: Asked, server: _Server, *, else_completions: bool) -> Finding:
+    """The endpoint that rtk samples from, unless it has to make do with the completions."""
     if isinstance(asked, RequestRejected) and asked.status == 404 and path == NATIVE:
         flag = (
             "start vLLM with --enable-scale-out"
             if _known_faults.at_least(server.version, "0.30")
             else "this server may not be vLLM, or a proxy does not pass it on"
         )
-        return Finding(path, "fail", f"is not served (HTTP 404): {flag}")
+        if else_completions:
+            flag += f"; until then rtk samples from {COMPLETIONS}, which streams no routes"
+        return Finding(path, "warn" if else_completions else "fail", f"is not served (HTTP 404): {flag}")
     if not isinstance(asked, Answer):
         return Finding(path, "fail", str(asked))
     if asked.fault:
@@ -240,7 +241,7 @@ def _other_endpoint(path: str, asked: Asked, server: _Server) -> Finding:
         if asked.status in (404, 405):
             return Finding(path, "skipped", f"is not served (HTTP {asked.status})")
         if path == CHAT:
-            return Finding(path, "skipped", f"refuses a chat: {_first_line(str(asked))}")
+            return Finding(path, "skipped", f"refuses a chat (HTTP {asked.status}): {_reason(asked)}")
     if not isinstance(asked, Answer):
         return Finding(path, "warn", str(asked))
     if asked.fault:
@@ -277,9 +278,10 @@ def _known_finding(fault: KnownFault, fits: bool) -> Finding:
     span = f"{fault.product} {fault.since} and newer" + (f", before {fault.before}" if fault.before else "")
     here = f"fits what was seen here ({fault.symptom})" if fits else "not seen here"
     said = f"{span}; {fault.when}. Looks like: {fault.looks_like}. {here[0].upper()}{here[1:]}. {fault.remedy[0].upper()}{fault.remedy[1:]}"
-    return Finding(f"known: {fault.reference.split(', #')[0]}", "warn", said)
+    return Finding(f"known: {fault.reference.split(',')[0]}", "warn", said)
 
 
-def _first_line(text: str) -> str:
-    line = text.split("\n")[0]
-    return line if len(line) <= 200 else line[:197] + "..."
+def _reason(error: RequestRejected) -> str:
+    """The server's own words, without the address and the status that stand before them."""
+    text = str(error).split("): ", 1)[-1].split("\n")[0]
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -43,15 +43,19 @@ class Subject:
 
     @property
     def moe_layers(self) -> list[int]:
-        """By the layout; without one, the layers that are not all zero."""
-        if self.layout is not None:
-            return list(self.layout.moe_layers)
-        return np.flatnonzero(self.routes.any(axis=(0, 2))).tolist()
+        """By the layout; where it is unknown or another model's, the layers that are not all zero."""
+        return _moe_layers(self.routes, self.layout)
 
     @property
     def moe_routes(self) -> Routes:
         """Expert ids of the MoE layers, `[rows, MoE layers, top_k]`."""
         return self.routes[:, self.moe_layers]
+
+
+def _moe_layers(routes: Routes, layout: ModelLayout | None) -> list[int]:
+    if layout is not None and layout.num_layers == routes.shape[1]:
+        return list(layout.moe_layers)
+    return np.flatnonzero(routes.any(axis=(0, 2))).tolist()
 
 
 def plausibility(subject: Subject) -> Iterator[Finding]:
@@ -295,7 +299,7 @@ def start_offset(subject: Subject, other: Asked, endpoint: str, first_row: int) 
     )
 
 
-def streaming(whole: Answer, streamed: Asked, moe_layers: list[int]) -> Finding:
+def streaming(whole: Answer, streamed: Asked, layout: ModelLayout | None) -> Finding:
     """Whether a streamed answer says the same as a whole one to the same prompt with the same cache."""
     name = "streaming"
     if not isinstance(streamed, Answer):
@@ -308,7 +312,7 @@ def streaming(whole: Answer, streamed: Asked, moe_layers: list[int]) -> Finding:
     if whole.routes.shape != streamed.routes.shape:
         shapes = f"{list(streamed.routes.shape)}, without streaming {list(whole.routes.shape)}"
         return Finding(name, "fail", f"routes of shape {shapes}")
-    same = plausible.same_experts(whole.routes, streamed.routes)[:, moe_layers]
+    same = plausible.same_experts(whole.routes, streamed.routes)[:, _moe_layers(whole.routes, layout)]
     if same.all():
         return Finding(
             name, "ok", f"the same {len(whole.token_ids)} tokens and {len(whole.routes)} rows of routes"
