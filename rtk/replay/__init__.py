@@ -33,6 +33,7 @@ __all__ = [
     "alignment",
     "check",
     "expand",
+    "session",
     "verify",
 ]
 

@@ -18,6 +18,14 @@ from rtk.replay.shard import Shard
 
 # CUDA graph scopes that hold the router; without any scope a whole layer is captured.
 _GRAPHED = {"full_iteration", "moe", "moe_router", "moe_preprocess"}
+# Ways to spread layers that `Shard` does not know.
+_NOT_EVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 
 
 def read(chunks: Sequence[torch.nn.Module], layout: ModelLayout | None) -> Shard:
@@ -31,6 +39,11 @@ def read(chunks: Sequence[torch.nn.Module], layout: ModelLayout | None) -> Shard
             f"there are {len(chunks)} model chunks while virtual_pipeline_model_parallel_size is {virtual}: give "
             "the whole list of chunks, as Megatron's get_model returns it"
         )
+    for option in _NOT_EVEN:
+        if getattr(config, option):
+            raise ShardError(
+                f"{option}={getattr(config, option)!r} spreads the layers unevenly, which a Shard cannot say yet"
+            )
     layout = layout or _layout(config)
     ranks = {
         name: _rank(chunks[0], group, size)
@@ -46,12 +59,6 @@ def read(chunks: Sequence[torch.nn.Module], layout: ModelLayout | None) -> Shard
         pipeline_size=config.pipeline_model_parallel_size,
         pipeline_rank=ranks["pipeline"],
         virtual_size=virtual,
-        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
-        account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
-        pipeline_layout=_pipeline_layout(config),
-        mtp_layers=config.mtp_num_layers or 0,
         tensor_size=config.tensor_model_parallel_size,
         tensor_rank=ranks["tensor"],
         sequence_parallel=config.sequence_parallel,
@@ -141,20 +148,6 @@ def _rank(chunk: torch.nn.Module, group: str, size: int) -> int:
     return int(rank[group]())
 
 
-def _pipeline_layout(config: TransformerConfig) -> str | None:
-    """Megatron's pipeline_model_parallel_layout as a string; a list of lists is spelt as one."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is None:
-        return None
-    letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-    # Its own grid is [pipeline rank][virtual rank]; the string goes through all ranks, chunk by chunk.
-    return "|".join(
-        "".join(letters[kind.name] for kind in layout.layout[rank][virtual])
-        for virtual in range(layout.virtual_pipeline_model_parallel_size)
-        for rank in range(layout.pipeline_model_parallel_size)
-    )
-
-
 def _compare(shard: Shard, chunks: Sequence[torch.nn.Module]) -> None:
     """Whether the modules hold the layers and routers that the shard says."""
     for index, (chunk, expected) in enumerate(zip(chunks, shard.chunks, strict=True)):
@@ -183,11 +176,6 @@ def _compare(shard: Shard, chunks: Sequence[torch.nn.Module]) -> None:
                 f"the router of layer {router.layer_number} chooses {router.topk} of {router.config.num_moe_experts} "
                 f"experts, the layout says {shard.layout.top_k} of {shard.layout.num_experts}"
             )
-    depths = tuple(depth for chunk in chunks for depth, layer in mtp_layers(chunk) if any(_routers(layer)))
-    if depths != shard.mtp_router_numbers:
-        raise ShardError(
-            f"the modules have MTP routers at depths {list(depths)}, the layout says {list(shard.mtp_router_numbers)}"
-        )
 
 
 def _routers(module: torch.nn.Module) -> Iterator[TopKRouter]:

@@ -205,7 +205,7 @@ class _Chunk:
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._begin_backward(microbatch))
+                tensor.register_hook(lambda _gradient: self._begin_backward(microbatch))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, microbatch: _Microbatch) -> None:
         if self._session._closed:
