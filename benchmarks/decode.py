@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+
 from rtk.wire import body, routes
 
 SHAPE = (32768, 94, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -344,7 +343,7 @@ def _json_object(raw: bytes, status: int, url: str) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise _NotJson(status, raw)
     if status >= 500:
-        text = _server_text(payload) or json.dumps(payload)[:500]
+        text = _server_text(payload) or raw[:500].decode("utf-8", "replace")
         raise ServerFailed(f"{url} failed (HTTP {status}): {text}", url=url, status=status)
     return payload
 

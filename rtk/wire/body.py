@@ -20,8 +20,15 @@ def parse(raw: bytes | bytearray) -> Any:
     parsed alone, and the values become memoryviews of `raw`, which they keep alive.
 
     Raises:
-        ValueError: the body is no JSON.
+        ValueError: the body is no JSON, or is nested deeper than Python reads.
     """
+    try:
+        return _parse(raw)
+    except RecursionError as error:
+        raise ValueError(f"JSON nested too deeply: {error}") from error
+
+
+def _parse(raw: bytes | bytearray) -> Any:
     cuts: dict[str, memoryview] = {}
     rest: list[bytes | bytearray | memoryview] = []
     view, end = memoryview(raw), 0

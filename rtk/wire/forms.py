@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -197,7 +197,7 @@ def _token_ids(value: object) -> list[int]:
 
 def _finite(values: Sequence[object]) -> list[float]:
     return [
-        float(value) if isinstance(value, int | float) and math.isfinite(value) else FLOOR_LOGPROB
+        float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else FLOOR_LOGPROB
         for value in values
     ]
 

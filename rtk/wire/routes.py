@@ -79,7 +79,7 @@ def join(parts: Sequence[Routes]) -> Routes:
     Raises:
         PayloadError: the arrays are of different layers or top-k.
     """
-    if len({part.shape[1:] for part in parts}) > 1:
+    if len({part.shape[1:] for part in parts}) != 1:
         raise PayloadError(
             f"routed_experts come in parts of shapes {[list(part.shape) for part in parts]}, which do not fit together"
         )
@@ -140,15 +140,23 @@ def _decode_object(payload: Mapping[str, Any]) -> Routes:
 
 
 def _decode_lists(payload: list[Any]) -> Routes:
+    # Looked at before numpy does: among many short strings it would give each the room of the longest.
     try:
-        routes = np.array(payload)
-    except ValueError as error:
-        raise PayloadError(f"routed_experts are nested lists of uneven lengths: {error}") from error
-    if routes.ndim != 3 or routes.dtype.kind not in "iu":
+        kinds = {kind.__name__ for row in payload for layer in row for kind in map(type, layer)}
+    except TypeError as error:
         raise PayloadError(
-            f"routed_experts are lists of shape {list(routes.shape)} and {routes.dtype}; whole numbers "
-            "[tokens, layers, top_k] are expected"
-        )
+            "routed_experts are lists that are not nested three deep; [tokens, layers, top_k] is expected"
+        ) from error
+    if kinds - {"int"}:
+        raise PayloadError(f"routed_experts are lists of {', '.join(sorted(kinds))}; ids are whole numbers")
+    try:
+        routes = np.array(payload, dtype=np.int64)
+    except (ValueError, OverflowError) as error:
+        raise PayloadError(
+            f"routed_experts are lists of uneven lengths, or of ids that are no int32: {error}"
+        ) from error
+    if routes.ndim != 3:
+        raise PayloadError(f"routed_experts are lists of shape {list(routes.shape)}; three axes are expected")
     if routes.size and int(routes.max()) > np.iinfo(np.int32).max:
         raise PayloadError(f"routed_experts hold the expert id {int(routes.max())}, which is no int32")
     return routes.astype(np.int32)
@@ -160,7 +168,8 @@ def _as_routes(buffer: memoryview, shape: Any, dtype: np.dtype[Any]) -> Routes:
     if dtype.kind not in "iu":
         raise PayloadError(f"routed_experts have dtype {dtype}; ids are whole numbers")
     expected = math.prod(shape) * dtype.itemsize
-    if len(buffer) != expected:
+    # An empty array may still claim more layers than numpy can count.
+    if len(buffer) != expected or max(shape) > MAX_ROUTES_BYTES:
         raise PayloadError(
             f"routed_experts have {len(buffer)} bytes where shape {list(shape)} of {dtype} needs {expected}: the "
             "payload was cut or garbled"

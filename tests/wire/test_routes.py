@@ -53,9 +53,9 @@ ROUTES = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
     ("payload", "named"),
     [
         (7, "is a int"),
-        ([[1, 2]], r"shape \[1, 2\]"),
+        ([[1, 2]], "not nested three deep"),
         ([[[1, 2]], [[1]]], "uneven"),
-        ([[[1.0, 2.0]]], "float64"),
+        ([[[1.0, 2.0]]], "lists of float"),
         ([[[1, 2**40]]], "no int32"),
         ([[[1, -2]]], "negative expert id"),
         ("not base64!", "no base64"),
