@@ -49,7 +49,7 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
         if not bad.any():
             return None
         rows = np.flatnonzero(bad.any(axis=0))
-        return _region(same, compared, bad.any(axis=1), int(rows[0]), int(rows[-1]) + 1)
+        return _region(same, compared, np.asarray(bad.any(axis=1)), int(rows[0]), int(rows[-1]) + 1)
     columns = np.flatnonzero(compared)
     span = _span(~same[:, columns])
     low: npt.NDArray[np.bool_] = np.less(same[:, columns].mean(axis=1), min_agreement)
