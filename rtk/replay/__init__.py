@@ -7,6 +7,7 @@ rollout's routers chose. `expand` prepares the tensors, `check` says whether the
 """
 
 from rtk.replay._verify import StageResult, verify
+from rtk.replay.batch import Batch, LocalTokens, alignment
 from rtk.replay.check import check
 from rtk.replay.expand import ExpandedRoutes, expand
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
@@ -14,12 +15,15 @@ from rtk.replay.shard import Shard
 
 __all__ = [
     "Agreement",
+    "Batch",
     "ExpandedRoutes",
     "Finding",
     "Hypothesis",
+    "LocalTokens",
     "ReplayReport",
     "Shard",
     "StageResult",
+    "alignment",
     "check",
     "expand",
     "verify",
