@@ -35,6 +35,8 @@ _SKYRL_GENERATE = "/skyrl/v1/generate"
 _KEEP_ALIVE_S = 4.0
 # One SSE event carries a whole sequence's routes on a single line.
 _MAX_EVENT_BYTES = routes.MAX_ROUTES_BYTES // 3 * 4 + 2**20
+# Other lines of a stream of server-sent events; what is none of them was garbled on its way.
+_OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
 
 # Sessions that a forked child got from its parent, kept so that nothing ever closes them there.
 _inherited: list[aiohttp.ClientSession] = []
@@ -247,6 +249,10 @@ class RemoteInferenceGenerator:
             raise PayloadError(
                 f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason"
             )
+        if logprobs is not None and len(logprobs) != len(token_ids):
+            raise PayloadError(
+                f"{url}: the stream brought {len(logprobs)} logprobs for {len(token_ids)} tokens"
+            )
         return GenerateChunk(token_ids, logprobs), choice, event
 
     async def _events(
@@ -270,6 +276,8 @@ class RemoteInferenceGenerator:
             try:
                 async for line in _lines(response.content):
                     if not line.startswith(b"data:"):
+                        if line.strip() and not line.startswith(_OTHER_FIELDS):
+                            raise PayloadError(f"{url}: a line of the stream is no event: {line[:200]!r}")
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":

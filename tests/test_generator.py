@@ -400,3 +400,26 @@ def test_errors_survive_pickling():
     error = RequestRejected("no", url="http://x", status=400)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.url, copy.status) == (RequestRejected, "no", "http://x", 400)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"logprobs":{', '"logproBs":{', "2 logprobs for 3 tokens"),
+        ("data: {", "dat\x21: {", "no event"),
+    ],
+)
+def test_a_stream_of_which_an_event_was_garbled_is_an_error(vllm_answers, old, new, words):
+    body = vllm_answers["streamed"]["text"].replace(old, new, 1)
+    assert body != vllm_answers["streamed"]["text"]
+    error, _ = ask(events(body), on_chunk=lambda _: None)
+    assert isinstance(error, PayloadError)
+    assert words in str(error)
+
+
+def test_a_stream_may_hold_comments_and_other_fields(vllm_answers):
+    body = ": ping\n\nevent: message\nid: 1\nretry: 10\n" + vllm_answers["streamed"]["text"].replace(
+        "\n", "\r\n"
+    )
+    result, _ = ask(events(body), on_chunk=lambda _: None)
+    assert result.token_ids == [12, 12, 12]

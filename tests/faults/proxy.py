@@ -79,6 +79,7 @@ class FaultProxy:
     _server: asyncio.Server | None = None
     _port: int = 0
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)
     _restart: asyncio.Task[None] | None = None
 
     async def listen(self) -> None:
@@ -90,7 +91,8 @@ class FaultProxy:
         if self._restart is not None:
             await self._restart
         self._drop_all()
-        await asyncio.sleep(0)
+        if self._serving:
+            await asyncio.wait(self._serving)
 
     def _drop_all(self) -> None:
         assert self._server is not None
@@ -106,6 +108,9 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        task = asyncio.current_task()
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         try:
             async with aiohttp.ClientSession(auto_decompress=False) as http:
                 # A connection that breaks, from either side, is this proxy's daily bread.

@@ -15,7 +15,7 @@ from .oracle import answering, truth
 from .proxy import DAMAGED, HARMLESS, TURNED_AWAY, proxying, script
 
 MAX_TOKENS = 6
-PARAMS = {"max_tokens": MAX_TOKENS, "logprobs": 0}
+PARAMS = {"max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 0}
 PATIENT = RetryPolicy(tries=40, wait_s=0.005)
 
 # Faults that pass when the request is sent again.
@@ -145,7 +145,7 @@ def test_one_damaged_bit_is_an_error_or_one_wrong_value(stream):
 
 
 def test_real_answers_through_faults(embedded_server):
-    asked = [[ord(letter) for letter in f"def f{number}(x):"] for number in range(24)]
+    asked = [[ord(letter) for letter in f"def f{number}(x):"] for number in range(12)]
 
     async def main():
         direct, _ = await ask_all(embedded_server.url, asked, concurrency=2)
@@ -170,7 +170,7 @@ def test_memory_and_descriptors_stay_flat():
 
             async def some(stream):
                 for _ in range(2):
-                    await ask_all(proxy.url, prompts(150), retry=bounded, stream=stream)
+                    await ask_all(proxy.url, prompts(60), retry=bounded, stream=stream)
                 proxy.records.clear()
                 await asyncio.sleep(0.2)  # the other ends close too
                 gc.collect()
@@ -191,6 +191,6 @@ def test_memory_and_descriptors_stay_flat():
             return grown, len(os.listdir("/proc/self/fd")) - descriptors
 
     grown, descriptors = asyncio.run(main())
-    # 600 requests: keeping one byte in each result's routes would show.
+    # 240 requests: one result kept of each would show.
     assert grown < 100_000
     assert abs(descriptors) <= 2
