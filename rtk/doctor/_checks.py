@@ -10,6 +10,7 @@ import numpy as np
 from rtk import plausible
 from rtk.doctor._probe import Answer, Asked
 from rtk.doctor.report import Finding, Status
+from rtk.errors import RoutesMissing
 from rtk.layout import ModelLayout
 from rtk.wire.forms import FLOOR_LOGPROB
 from rtk.wire.routes import Routes
@@ -302,6 +303,13 @@ def start_offset(subject: Subject, other: Asked, endpoint: str, first_row: int) 
 def streaming(whole: Answer, streamed: Asked, layout: ModelLayout | None) -> Finding:
     """Whether a streamed answer says the same as a whole one to the same prompt with the same cache."""
     name = "streaming"
+    if isinstance(streamed, RoutesMissing):
+        return Finding(
+            name,
+            "warn",
+            "the stream came without the routes that the whole answer has: the server loses them when its pieces pile up, "
+            "or never streams them; ask without streaming where routes must come",
+        )
     if not isinstance(streamed, Answer):
         return Finding(name, "fail", str(streamed))
     if streamed.token_ids != whole.token_ids:
