@@ -4,6 +4,7 @@ python benchmarks/fuzz.py [examples of each test, 20000 where left out] [seed]
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ def main() -> None:
         capture_output=True,
         text=True,
     )
-    counts = [int(line.split()[1]) for line in run.stdout.splitlines() if "passing examples" in line]
+    counts = [int(found) for found in re.findall(r"- (\d+) passing", run.stdout)]
     print(run.stdout if run.returncode else f"{sum(counts)} examples in {len(counts)} tests")
     print(f"seed {seed}, {time.perf_counter() - begin:.0f} s: {'FAILED' if run.returncode else 'passed'}")
     sys.exit(run.returncode)

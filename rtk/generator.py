@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
+from rtk import _receive
 from rtk.errors import (
     LayoutError,
     PayloadError,
@@ -33,8 +34,6 @@ _SKYRL_GENERATE = "/skyrl/v1/generate"
 # uvicorn closes an idle connection after 5 s; giving it up sooner ourselves means never writing a
 # request into a socket that the server has just closed.
 _KEEP_ALIVE_S = 4.0
-# One SSE event carries a whole sequence's routes on a single line.
-_MAX_EVENT_BYTES = routes.MAX_ROUTES_BYTES // 3 * 4 + 2**20
 # Other lines of a stream of server-sent events; what is none of them was garbled on its way.
 _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
 
@@ -217,7 +216,7 @@ class RemoteInferenceGenerator:
         for tries_left in reversed(range(retry.tries)):
             try:
                 async with self._http().request(method, url, json=body, headers=headers) as response:
-                    raw = await response.read()
+                    raw = await _receive.body(response)
                     return _json_object(raw, response.status, url)
             except (aiohttp.ClientError, _NotJson) as error:
                 if tries_left == 0 or not _is_transient(error):
@@ -262,27 +261,27 @@ class RemoteInferenceGenerator:
         for tries_left in reversed(range(self.retry.tries)):
             try:
                 response = await self._http().post(url, json=body, headers=headers)
-                break
-            except aiohttp.ClientError as error:
+                if response.status < 400:
+                    break
+                async with response:
+                    _json_object(await _receive.body(response), response.status, url)
+            except (aiohttp.ClientError, _NotJson) as error:
                 if tries_left == 0 or not _is_transient(error):
                     raise _final_error(error, url) from error
                 await asyncio.sleep(self.retry.wait_s)
         async with response:
-            if response.status >= 400:
-                try:
-                    _json_object(await response.read(), response.status, url)
-                except _NotJson as error:
-                    raise _final_error(error, url) from error
             try:
-                async for line in _lines(response.content):
+                async for line in _receive.lines(response.content):
                     if not line.startswith(b"data:"):
                         if line.strip() and not line.startswith(_OTHER_FIELDS):
-                            raise PayloadError(f"{url}: a line of the stream is no event: {line[:200]!r}")
+                            raise PayloadError(
+                                f"{url}: a line of the stream is no event: {bytes(line[:200])!r}"
+                            )
                         continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
+                    del line[:5]  # moves nothing, where a slice would copy all the routes
+                    if line[:20].strip() == b"[DONE]":
                         return
-                    yield _event(data, url)
+                    yield _event(line, url)
             except aiohttp.ClientError as error:
                 raise ServerUnreachable(
                     f"{url}: the connection broke in mid-stream: {error}", url=url
@@ -332,13 +331,13 @@ class RemoteInferenceGenerator:
 class _NotJson(Exception):
     """A body that should be a JSON object and is not; carries the status for the final error."""
 
-    def __init__(self, status: int, body: bytes) -> None:
+    def __init__(self, status: int, body: bytes | bytearray) -> None:
         self.status = status
         start = body[:200].decode("utf-8", "replace")
         super().__init__(f"HTTP {status} with a body that is no JSON object: {start!r}")
 
 
-def _json_object(raw: bytes, status: int, url: str) -> dict[str, Any]:
+def _json_object(raw: bytes | bytearray, status: int, url: str) -> dict[str, Any]:
     try:
         payload = wire_body.parse(raw)
     except ValueError:
@@ -376,30 +375,16 @@ def _hint(url: str, status: int) -> str:
     return ""
 
 
-def _event(data: bytes, url: str) -> dict[str, Any]:
+def _event(data: bytearray, url: str) -> dict[str, Any]:
     try:
         event = wire_body.parse(data)
     except ValueError as error:
-        raise PayloadError(f"{url}: an event of the stream is no JSON: {data[:200]!r}") from error
+        raise PayloadError(f"{url}: an event of the stream is no JSON: {bytes(data[:200])!r}") from error
     if not isinstance(event, dict):
-        raise PayloadError(f"{url}: an event of the stream is no JSON object: {data[:200]!r}")
+        raise PayloadError(f"{url}: an event of the stream is no JSON object: {bytes(data[:200])!r}")
     if "error" in event:
         raise ServerFailed(f"{url} failed in mid-stream: {_server_text(event) or event}", url=url, status=200)
     return event
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length: aiohttp's own line iterator gives up past 128 KiB, and routes are longer."""
-    pending = bytearray()
-    async for block in content.iter_any():
-        seen = len(pending)
-        pending += block
-        while (end := pending.find(b"\n", seen)) >= 0:
-            yield bytes(pending[:end])
-            del pending[: end + 1]
-            seen = 0
-        if len(pending) > _MAX_EVENT_BYTES:
-            raise PayloadError(f"a line of the stream is longer than {_MAX_EVENT_BYTES} bytes")
 
 
 def _is_transient(error: Exception) -> bool:

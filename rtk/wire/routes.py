@@ -151,7 +151,7 @@ def _decode_lists(payload: list[Any]) -> Routes:
         raise PayloadError(f"routed_experts are lists of {', '.join(sorted(kinds))}; ids are whole numbers")
     try:
         routes = np.array(payload, dtype=np.int64)
-    except (ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise PayloadError(
             f"routed_experts are lists of uneven lengths, or of ids that are no int32: {error}"
         ) from error

@@ -293,6 +293,7 @@ CHOICE = {"token_ids": [1], "finish_reason": "stop", "logprobs": None}
         "lists in 70 dimensions": {"routed_experts": json.loads("[" * 70 + "1" + "]" * 70)},
         "ids past int64": {"routed_experts": [[[2**64]]]},
         "empty lists": {"routed_experts": [[]]},
+        "an empty object": {"routed_experts": [{}]},
         "no routes": {"routed_experts": None},
         "parts of two kinds": {"routed_experts": [[[1, 2]]]},
     }.items(),
