@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class VllmGenerate:
     def body(
         self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
     ) -> dict[str, Any]:
-        return {"sampling_params": dict(sampling_params), "token_ids": [int(t) for t in token_ids]}
+        return {"sampling_params": dict(sampling_params), "token_ids": _as_ints(token_ids)}
 
     def choice(self, payload: Json) -> Json:
         choices = payload.get("choices")
@@ -108,7 +109,7 @@ class Completions(VllmGenerate):
     def body(
         self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
     ) -> dict[str, Any]:
-        return {**sampling_params, "prompt": [int(t) for t in token_ids], "return_token_ids": True}
+        return {**sampling_params, "prompt": _as_ints(token_ids), "return_token_ids": True}
 
     def chunk(self, choice: Json) -> GenerateChunk:
         token_ids = _token_ids(choice.get("token_ids"))
@@ -146,7 +147,7 @@ class SglangGenerate:
         params = {_SGLANG_NAMES.get(name, name): value for name, value in sampling_params.items()}
         top = params.pop("logprobs", None)
         body = {
-            "input_ids": [int(t) for t in token_ids],
+            "input_ids": _as_ints(token_ids),
             "sampling_params": params,
             "return_logprob": True,
             "top_logprobs_num": top or 0,
@@ -187,15 +188,25 @@ class SglangGenerate:
         return routes.decode_int32_buffer(encoded, layers=self._layout.num_layers, top_k=self._layout.top_k)
 
 
+def _as_ints(token_ids: Sequence[int]) -> list[int]:
+    """As JSON takes them: numpy's and torch's whole numbers are not Python's."""
+    if type(token_ids) is list and set(map(type, token_ids)) <= {int}:
+        return token_ids
+    return [int(t) for t in token_ids]
+
+
 def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not all(type(t) is int for t in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise PayloadError(
             f"token_ids of the answer are {_short(value)}; a list of whole numbers is expected"
         )
     return value
 
 
-def _finite(values: Sequence[object]) -> list[float]:
+def _finite(values: list[Any]) -> list[float]:
+    # One look at all of them: a sum is finite only where each value is.
+    if set(map(type, values)) <= {float} and math.isfinite(sum(values)):
+        return values
     return [
         float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else FLOOR_LOGPROB
         for value in values
