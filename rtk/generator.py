@@ -213,9 +213,10 @@ class RemoteInferenceGenerator:
         """
         retry = retry or self.retry
         url = self.proxy_url + path
+        data, headers = _json_body(body, headers)
         for tries_left in reversed(range(retry.tries)):
             try:
-                async with self._http().request(method, url, json=body, headers=headers) as response:
+                async with self._http().request(method, url, data=data, headers=headers) as response:
                     raw = await _receive.body(response)
                     return _json_object(raw, response.status, url)
             except (aiohttp.ClientError, _NotJson) as error:
@@ -258,9 +259,10 @@ class RemoteInferenceGenerator:
         self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[dict[str, Any]]:
         """The JSON objects of an SSE answer, up to its [DONE]. Only the connecting is ever retried."""
+        data, headers = _json_body(body, headers)
         for tries_left in reversed(range(self.retry.tries)):
             try:
-                response = await self._http().post(url, json=body, headers=headers)
+                response = await self._http().post(url, data=data, headers=headers)
                 if response.status < 400:
                     break
                 async with response:
@@ -335,6 +337,14 @@ class _NotJson(Exception):
         self.status = status
         start = body[:200].decode("utf-8", "replace")
         super().__init__(f"HTTP {status} with a body that is no JSON object: {start!r}")
+
+
+def _json_body(
+    body: Mapping[str, Any] | None, headers: Mapping[str, str] | None
+) -> tuple[bytes | None, dict[str, str]]:
+    if body is None:
+        return None, dict(headers or {})
+    return wire_body.dumps(body), {"Content-Type": "application/json", **(headers or {})}
 
 
 def _json_object(raw: bytes | bytearray, status: int, url: str) -> dict[str, Any]:

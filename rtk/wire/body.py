@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+import orjson
+
 # The keys whose values may be long base64 texts: the routes themselves, and the buffer in SkyRL's object.
 # An unescaped quote cannot stand inside a JSON string, so what this matches is a key.
 _KEY = re.compile(rb'"(?:prompt_)?(?:routed_experts|data)"\s*:\s*"')
@@ -28,6 +30,19 @@ def parse(raw: bytes | bytearray) -> Any:
         raise ValueError(f"JSON nested too deeply: {error}") from error
 
 
+def dumps(value: Any) -> bytes:
+    """JSON of a request's body; numpy's numbers may stand in it."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _loads(raw: bytes | bytearray) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        # It refuses NaN and -Infinity, which Python servers write for logprobs, and lone surrogates.
+        return json.loads(raw)
+
+
 def _parse(raw: bytes | bytearray) -> Any:
     cuts: dict[str, memoryview] = {}
     rest: list[bytes | bytearray | memoryview] = []
@@ -39,12 +54,12 @@ def _parse(raw: bytes | bytearray) -> Any:
             cuts[name] = view[start:stop]
             end = stop
     if not cuts:
-        return json.loads(raw)
+        return _loads(raw)
     rest.append(view[end:])
-    payload = json.loads(b"".join(rest))
+    payload = _loads(b"".join(rest))
     restored = _restore(payload, cuts)
     # A long value at a place that no form has: rare enough to pay for the copies.
-    return payload if restored == len(cuts) else json.loads(raw)
+    return payload if restored == len(cuts) else _loads(raw)
 
 
 def _long_values(raw: bytes | bytearray) -> list[tuple[int, int]]:

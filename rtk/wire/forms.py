@@ -78,7 +78,7 @@ class VllmGenerate:
         content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
         if not isinstance(content, list) or len(content) != len(token_ids):
             raise PayloadError(f"logprobs of the answer are {_short(logprobs)} for {len(token_ids)} tokens")
-        values = [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in content]
+        values = [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
         return GenerateChunk(token_ids, _finite(values))
 
     def finish_reason(self, choice: Json) -> str | None:
