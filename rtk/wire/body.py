@@ -18,7 +18,7 @@ _LONG = 4096
 def parse(raw: bytes | bytearray) -> Any:
     """Parse a JSON body, with long base64 values as slices of the body instead of strings.
 
-    `json.loads` would copy the routes twice, once as text and once as a string of their own. Here the rest is
+    A plain parser would copy the routes twice, once as text and once as a string of their own. Here the rest is
     parsed alone, and the values become memoryviews of `raw`, which they keep alive.
 
     Raises:

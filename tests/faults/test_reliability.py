@@ -7,10 +7,12 @@ import tracemalloc
 from collections import Counter, defaultdict
 
 import pytest
+from aiohttp import web
 
 from rtk import RemoteInferenceGenerator, RetryPolicy
 from rtk.errors import PayloadError, RequestRejected, RtkError, ServerFailed, ServerUnreachable
 
+from ..stub import serving
 from .oracle import answering, truth
 from .proxy import DAMAGED, HARMLESS, TURNED_AWAY, proxying, script
 
@@ -102,6 +104,25 @@ def test_an_answer_that_explains_itself_is_final(fault, kind, status, stream):
             assert "the engine is busy" in str(outcomes[prompt])
         else:
             assert right(prompt, outcomes[prompt])
+
+
+def test_an_error_page_that_is_cut_is_no_error_of_aiohttps():
+    async def cut(request):
+        response = web.StreamResponse(status=503, headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b"<html>")
+        request.transport.close()
+        return response
+
+    async def main(stream):
+        async with serving(cut) as stub:
+            outcomes, _ = await ask_all(stub.url, prompts(1), stream=stream, retry=RetryPolicy(2, 0.001))
+            return outcomes.popitem()[1], len(stub.paths)
+
+    for stream in (False, True):
+        error, sent = asyncio.run(main(stream))
+        assert isinstance(error, ServerUnreachable)
+        assert sent == 2
 
 
 def test_a_stream_is_whole_or_an_error():

@@ -55,6 +55,11 @@ def test_what_only_looks_like_routes_is_plain_json(payload):
     assert body.parse(json.dumps(payload).encode()) == payload
 
 
+def test_what_strict_json_refuses_and_python_servers_write():
+    parsed = body.parse(b'{"logprobs": [NaN, -Infinity, -0.5], "text": "\\ud800"}')
+    assert repr(parsed) == repr({"logprobs": [float("nan"), float("-inf"), -0.5], "text": "\ud800"})
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"routed_experts": "' + LONG.encode(), b"<html>" + b" " * 5000])
 def test_what_is_no_json_is_a_value_error(raw):
     with pytest.raises(ValueError):
