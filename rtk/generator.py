@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import aiohttp
 
@@ -28,9 +28,7 @@ from rtk.wire import forms, routes
 _log = logging.getLogger(__name__)
 
 Server = Literal["vllm", "completions", "skyrl", "sglang"]
-_SERVERS = ("vllm", "completions", "skyrl", "sglang")
-_GENERATE = "/inference/v1/generate"
-_SKYRL_GENERATE = "/skyrl/v1/generate"
+_SERVERS = get_args(Server)
 # uvicorn closes an idle connection after 5 s; giving it up sooner ourselves means never writing a
 # request into a socket that the server has just closed.
 _KEEP_ALIVE_S = 4.0
@@ -170,8 +168,8 @@ class RemoteInferenceGenerator:
         if self.server == "completions":
             return forms.Completions()
         if self.server == "skyrl" and routed_experts:
-            return forms.VllmGenerate(_SKYRL_GENERATE)
-        return forms.VllmGenerate(_GENERATE)
+            return forms.VllmGenerate(forms.SKYRL_GENERATE)
+        return forms.VllmGenerate()
 
     def _routes(
         self,
@@ -359,12 +357,12 @@ def _server_text(payload: object) -> str | None:
 
 
 def _hint(url: str, status: int) -> str:
-    if status == 404 and url.endswith(_GENERATE):
+    if status == 404 and url.endswith(forms.GENERATE):
         return (
             ". If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
             "if the model is, see the names in /v1/models"
         )
-    if status == 404 and url.endswith(_SKYRL_GENERATE):
+    if status == 404 and url.endswith(forms.SKYRL_GENERATE):
         return ". The server is no SkyRL server: use server='vllm'"
     return ""
 
