@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,10 @@ class _Task:
     live: tuple[int, ...]
     others: Mapping[str, Sequence[RouteTrace]]
 
+    @cached_property
+    def _own_layers(self) -> dict[int, Ids]:
+        return _layers(self.traces)
+
     def comparisons(
         self,
         arrays: Sequence[npt.NDArray[Any]],
@@ -198,7 +203,7 @@ class _Task:
         plain: bool = False,
     ) -> Sides:
         return Sides(
-            tuple(numbers), tuple(observed), _layers(self.traces), token, self.place.sample, self.place.prompt,
+            tuple(numbers), tuple(observed), self._own_layers, token, self.place.sample, self.place.prompt,
             orders=() if plain else tuple(other_orders(self.traces, self.shard, self.batch, token)),
             others={name: _layers(traces) for name, traces in self.others.items()},
             exact=exact,
