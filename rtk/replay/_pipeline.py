@@ -12,8 +12,9 @@ import re
 
 from rtk.errors import ShardError
 
-# A repeated group, or a single element that may be repeated. Groups do not nest in Megatron either.
-_PART = re.compile(r"\((?P<group>[^()]*)\)\*(?P<times>\d{1,4})|(?P<element>[EtmL|])(?:\*(?P<count>\d{1,4}))?")
+# Megatron unrolls groups first and single elements after; neither nests.
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,4})")
+_ELEMENT = re.compile(r"([EtmL|])\*(\d{1,4})")
 
 
 def even(num_layers: int, chunks: int, *, embedding: bool, loss: bool) -> list[int]:
@@ -55,6 +56,11 @@ def uneven(
             f"of {num_layers} layers, {left} are left for the {middle} other pipeline stages, which need an equal "
             "number of at least one each"
         )
+    if not middle and virtual_size > 1:
+        raise ShardError(
+            "megatron-core (0.16 to 0.19) divides by zero where both stages of a pipeline of 2 have a number of "
+            "their own and hold virtual stages; give one of the two numbers, or a pipeline_layout"
+        )
     counts = [left // middle if count is None else count for count in ranks]
     for rank, count in enumerate(counts):
         if count % virtual_size:
@@ -71,26 +77,17 @@ def parse(text: str) -> list[str]:
     mean nothing; `x*n` repeats an element and `(...)*n` a group.
 
     Raises:
-        ShardError: the string is none; the message shows where.
+        ShardError: something else stands in the string.
     """
-    return _unroll(text.replace(",", ""), text).split("|")
-
-
-def _unroll(part: str, text: str) -> str:
-    unrolled, end = "", 0
-    while end < len(part):
-        match = _PART.match(part, end)
-        if not match:
-            raise ShardError(
-                f"cannot read pipeline_layout {text!r} from {part[end:]!r} on: elements are E (embedding), t "
-                "(transformer layer), m (MTP layer), L (loss) and | (next stage), repeated as t*3 or (tt|)*3"
-            )
-        if match["element"]:
-            unrolled += match["element"] * int(match["count"] or 1)
-        else:
-            unrolled += _unroll(match["group"], text) * int(match["times"])
-        end = match.end()
-    return unrolled
+    unrolled = text.replace(",", "")
+    for repeated in (_GROUP, _ELEMENT):
+        unrolled = repeated.sub(lambda match: match[1] * int(match[2]), unrolled)
+    if strange := re.search(r"[^EtmL|]", unrolled):
+        raise ShardError(
+            f"cannot read {strange[0]!r} in pipeline_layout {text!r}: elements are E (embedding), t (transformer "
+            "layer), m (MTP layer), L (loss) and | (next stage), repeated as t*3 or (tt|)*3"
+        )
+    return unrolled.split("|")
 
 
 def check_layout(
