@@ -88,7 +88,7 @@ class Shard:
             raise ShardError(f"context_order is {self.context_order!r}; it is 'zigzag' or 'contiguous'")
         if self.layout.num_experts % self.expert_size:
             raise ShardError(
-                f"{self.layout.num_experts} experts do not divide evenly over expert_size {self.expert_size}"
+                f"{self.layout.num_experts} experts do not divide evenly over {self.expert_size} expert-parallel ranks"
             )
         self._check_pipeline_arguments()
         # Cutting the model now says at once when it cannot be cut.
@@ -136,7 +136,8 @@ class Shard:
         if first is None and last is None:
             layers = _pipeline.even(
                 num_layers,
-                chunks,
+                self.pipeline_size,
+                self.virtual_size,
                 embedding=self.account_for_embedding_in_pipeline_split,
                 loss=self.account_for_loss_in_pipeline_split,
             )

@@ -83,7 +83,7 @@ def test_the_zigzag_cut_is_megatrons(size, seed, monkeypatch):
 @pytest.mark.parametrize("kernel", [1, 16])
 def test_what_is_aligned_divides_over_all_ranks(sequence_parallel, tensor, context, kernel):
     shard = Shard(LAYOUT, tensor_size=tensor, context_size=context, sequence_parallel=sequence_parallel)
-    batch = Batch.packed([of_rows(5), of_rows(37)], align=alignment(shard, kernel=kernel))
+    batch = Batch.packed([of_rows(5), of_rows(37)], align=alignment(shard, fp8=kernel))
     seen = []
     for c in range(context):
         for t in range(tensor if sequence_parallel else 1):

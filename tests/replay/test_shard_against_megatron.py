@@ -76,8 +76,9 @@ def megatron_config(shard_arguments: dict) -> TransformerConfig:
 
 
 def is_moe(spec) -> bool:
-    module = spec.submodules.mlp
-    return getattr(module, "module", module) is MoELayer
+    """0.16 holds the layer's class in a spec, later versions in a functools.partial."""
+    mlp = spec.submodules.mlp
+    return MoELayer in (getattr(mlp, "module", None), getattr(mlp, "func", None))
 
 
 def built_by_megatron(config: TransformerConfig, rank: int) -> tuple[list[list[int]], list[int], list[int]]:
@@ -203,7 +204,9 @@ def test_layout_strings_are_read_as_megatron_reads_them():
     random = np.random.default_rng(4)
     texts = ["Ettt|(tt|)*29,m|L", "E|(t|)*3,(t,t|)*2,L", "(E)*1t*10|*2tL", "Et*0|t,,t|m*2L"]
     for _ in range(200):
-        parts = [str(random.choice(["t", "|", "t*2", "|*2", "(t|)*3", "(|t*2,)*2", "m*0", ","])) for _ in range(6)]
+        parts = [
+            str(random.choice(["t", "|", "t*2", "|*2", "(t|)*3", "(|t*2,)*2", "m*0", ","])) for _ in range(6)
+        ]
         texts.append("E" + "".join(parts) + "L")
     for text in texts:
         rows = PipelineParallelLayerLayout.parse_str_to_list(text)
