@@ -15,6 +15,7 @@ from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
 
 Index = npt.NDArray[np.int32]
+_FP8_ROWS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 16, "custom": 16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +199,7 @@ class Batch:
         return np.concatenate(parts)
 
 
-def alignment(shard: Shard, *, fp8: int | None = None) -> int:
+def alignment(shard: Shard, *, fp8: str | int | None = None) -> int:
     """The multiple to which sequences have to be padded for a shard.
 
     Zigzag context parallelism cuts each sequence into 2 * size pieces, contiguous into `size`; sequence
@@ -206,13 +207,20 @@ def alignment(shard: Shard, *, fp8: int | None = None) -> int:
 
     Args:
         shard: what the sequences are cut for.
-        fp8: a multiple that each rank's own rows must have for fp8 kernels: 32 for the mxfp8 recipe, 16 for
-            the others (megatron.core.fp8_utils.get_fp8_align_size); NeMo RL takes 128 for blockwise. Where only
-            the whole pack has to divide, give this result to `Batch.packed` as `total_align`, and the one
-            without fp8 as `align`.
+        fp8: Megatron's `fp8_recipe`, whose kernels want each rank's rows as a multiple of 16, of 32 for
+            mxfp8 (megatron.core.fp8_utils.get_fp8_align_size); or the multiple itself, such as the 128 that
+            NeMo RL takes for blockwise. Where it is the whole pack that has to divide and not each sequence,
+            give the result to `Batch.packed` as `total_align`, and the result without fp8 as `align`.
+
+    Raises:
+        ShardError: there is no such recipe.
     """
+    if isinstance(fp8, str):
+        if fp8 not in _FP8_ROWS:
+            raise ShardError(f"fp8 is {fp8!r}; Megatron's recipes are {', '.join(_FP8_ROWS)}")
+        fp8 = _FP8_ROWS[fp8]
     parts = shard.context_size * (2 if shard.context_order == "zigzag" and shard.context_size > 1 else 1)
-    return parts * (shard.tensor_size if shard.sequence_parallel else 1) * (fp8 or 1)
+    return parts * (shard.tensor_size if shard.sequence_parallel else 1) * (1 if fp8 is None else fp8)
 
 
 def _tokens(traces: Sequence[RouteTrace], last_token: bool) -> list[int]:
