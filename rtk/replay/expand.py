@@ -16,7 +16,8 @@ from rtk.trace import RouteTrace
 from rtk.usage import as_traces
 
 # Where the rows of one trace stand in the shard's input, and which rows of the trace they are.
-_Places = tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]
+_Index = slice | npt.NDArray[np.integer]
+_Places = tuple[_Index, _Index]
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,16 @@ def _places(here: LocalTokens, routed: npt.NDArray[np.bool_], traces: int) -> It
     at = at[np.argsort(here.sample[at], kind="stable")]
     ends = np.searchsorted(here.sample[at], np.arange(traces + 1))
     for start, end in itertools.pairwise(ends):
-        yield at[start:end], here.row[at[start:end]]
+        own = at[start:end]
+        yield _even(own), _even(here.row[own])
+
+
+def _even(indices: npt.NDArray[np.integer]) -> _Index:
+    """The same indices as a slice, where they go up in even steps: a slice is read without a copy."""
+    steps = np.diff(indices[:2])
+    if len(steps) and steps[0] > 0 and (np.diff(indices) == steps[0]).all():
+        return slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0]))
+    return indices
 
 
 def _checked_mtp(
