@@ -189,7 +189,7 @@ class Shard:
         """
         for pipeline in range(self.pipeline_size):
             for context in range(self.context_size):
-                for tensor in range(self.tensor_size if self.sequence_parallel else 1):
+                for tensor in range(self.tensor_size) if self.sequence_parallel else [self.tensor_rank]:
                     yield dataclasses.replace(
                         self, pipeline_rank=pipeline, context_rank=context, tensor_rank=tensor
                     )
