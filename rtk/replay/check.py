@@ -16,7 +16,7 @@ from rtk.replay._diagnose import Diagnosis, diagnose
 from rtk.replay._orders import Tokens, other_orders, tokens_of
 from rtk.replay._regions import MIN_AGREEMENT
 from rtk.replay._sides import Ids, Sides
-from rtk.replay.batch import Placement
+from rtk.replay.batch import Batch, Placement
 from rtk.replay.expand import expand, padding_rule
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
@@ -75,6 +75,8 @@ def check(
             raise ShardError(
                 f"the shard is of a model with {shard.layout}, the trace of one with {trace.layout}"
             )
+    if batch is None and (shard.context_size > 1 or (shard.sequence_parallel and shard.tensor_size > 1)):
+        batch = Batch.packed(several)
     place = tokens_of(several, shard, batch)
     live = tuple(shard.router_layer_numbers if layer_numbers is None else map(int, layer_numbers))
     rule = padding_rule(shard) if tensors is None else None

@@ -129,11 +129,11 @@ def padding_rule(shard: Shard) -> str:
     """What `padding_experts` does on this shard, in a sentence that a report can print."""
     layout = shard.layout
     if shard.expert_size == 1:
-        return f"padding takes {layout.top_k} distinct experts a row, going round all {layout.num_experts} in turn"
+        return f"{layout.top_k} distinct experts a row, going round all {layout.num_experts} in turn"
     return (
-        f"padding takes {layout.top_k} distinct experts a row, slot by slot from the next of {shard.expert_size} "
-        f"expert-parallel ranks ({layout.num_experts // shard.expert_size} experts each), beginning with rank "
-        f"{shard.expert_rank}: each rank gets an equal share, give or take one slot"
+        f"{layout.top_k} distinct experts a row, each slot from the next of {shard.expert_size} ranks of "
+        f"{layout.num_experts // shard.expert_size} experts, beginning with rank {shard.expert_rank}; an equal share "
+        "for each rank, give or take one slot"
     )
 
 

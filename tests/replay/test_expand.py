@@ -100,8 +100,8 @@ def test_padding_worked_out_by_hand():
     assert padding_experts(3, Shard(layout)).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
     assert padding_experts(0, Shard(layout)).shape == (0, 3)
     assert padding_rule(Shard(layout, expert_size=2, expert_rank=1)) == (
-        "padding takes 3 distinct experts a row, slot by slot from the next of 2 expert-parallel ranks (4 experts "
-        "each), beginning with rank 1: each rank gets an equal share, give or take one slot"
+        "3 distinct experts a row, each slot from the next of 2 ranks of 4 experts, beginning with rank 1; an equal "
+        "share for each rank, give or take one slot"
     )
     assert "going round all 8" in padding_rule(Shard(layout))
 
