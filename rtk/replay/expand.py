@@ -82,11 +82,12 @@ def expand(
     here = (batch or Batch.packed(several)).local(shard)
     routed = _routed(several, here)
     places = list(_places(here, routed, len(several)))
-    filler = padding_experts(int((~routed).sum()), shard)
+    gaps = np.flatnonzero(~routed)
+    filler = padding_experts(len(gaps), shard)
 
     def widen(columns: Iterable[npt.NDArray[np.integer]], name: str) -> npt.NDArray[np.int32]:
         tensor = np.empty((len(routed), shard.layout.top_k), dtype=np.int32)
-        tensor[~routed] = filler
+        tensor[gaps] = filler
         for (at, rows), column in zip(places, columns, strict=True):
             tensor[at] = _fitting(column[rows], name)
         return tensor

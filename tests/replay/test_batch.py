@@ -123,6 +123,13 @@ def test_a_pack_grows_at_the_end_of_its_last_sequence():
     assert Batch.packed([of_rows(3), of_rows(7)], align=6, total_align=4).pieces == (6, 18)
 
 
+def test_a_pack_can_be_cut_as_one_sequence():
+    batch = Batch.packed([of_rows(3), of_rows(5)])
+    whole = dataclasses.replace(batch, pieces=(8,))
+    assert whole.local(Shard(LAYOUT, context_size=2)).row.tolist() == [0, 1, 3, 4]
+    assert whole.local(Shard(LAYOUT, context_size=2, context_rank=1)).row.tolist() == [2, 0, 1, 2]
+
+
 def test_the_last_token_of_a_sampled_sequence_has_no_routes():
     # Three rows, four tokens: with padding on the left one more token moves all rows.
     left = Batch.padded([of_rows(3), of_rows(1)], side="left", last_token=True)
