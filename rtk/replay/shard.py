@@ -208,8 +208,7 @@ class Shard:
         """
         from rtk.replay import megatron
 
-        shard: Shard = megatron.shard_of(model, layout)  # type: ignore[attr-defined,unused-ignore]
-        return shard
+        return megatron.shard_of(model, layout)
 
     def __repr__(self) -> str:
         always = ("layout", "pipeline_size", "pipeline_rank")
