@@ -106,6 +106,7 @@ def test_padding_worked_out_by_hand():
     assert "going round all 8" in padding_rule(Shard(layout))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_rank_gets_more_padding_than_its_share(data):
     ranks = data.draw(st.integers(1, 16), "ranks")
