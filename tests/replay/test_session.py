@@ -15,6 +15,7 @@ pytestmark = pytest.mark.megatron
 torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
 pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
 
+from . import ranks  # noqa: E402
 from .conftest import megatron_model  # noqa: E402
 
 NUMBERS = (2, 3, 4)
@@ -388,3 +389,26 @@ def test_mtp_routers_without_routes_choose_by_themselves(gloo, settings):
     assert all(sent_as(batch, layer, routing_map) for layer, _, routing_map in backbone)
     assert [layer for layer, _, _ in mtp] == ([5, 6, 6, 5] if settings else [5, 6])
     assert is_clean(model)
+
+
+# Megatron's layer numbers of each rank's routers: 8 layers, the first dense.
+SCHEDULES = {"1F1B": (1, [(2, 3, 4), (5, 6, 7, 8)]), "interleaved 1F1B": (2, [(2, 5, 6), (3, 4, 7, 8)])}
+
+
+@pytest.mark.parametrize("mode", ["train", "forward-only"])
+@pytest.mark.parametrize(("virtual_size", "numbers"), SCHEDULES.values(), ids=SCHEDULES)
+def test_megatrons_own_schedules_on_two_ranks(tmp_path, virtual_size, numbers, mode):
+    answers = ranks.run("tests.replay.schedule_worker", 2, tmp_path, str(virtual_size), mode)
+    for own, answer in zip(numbers, answers, strict=True):
+        assert answer["clean"]
+        kinds = "F" if mode == "forward-only" else "FB"
+        assert answer["counts"] == [4 * len(own), 4 * len(own) * (len(kinds) - 1)]
+        for layer in own:
+            for kind in kinds:
+                followed = [n for k, number, n in answer["events"] if (k, number) == (kind, layer)]
+                assert followed == [0, 1, 2, 3], (kind, layer)
+        # The microbatches were really in flight at once: on the first rank the second's forward pass comes
+        # before the first's backward pass.
+    order = [(kind, n) for kind, number, n in answers[0]["events"] if number == 2]
+    if mode == "train":
+        assert order.index(("F", 1)) < order.index(("B", 0))
