@@ -29,6 +29,7 @@ __all__ = [
     "StageResult",
     "check",
     "expand",
+    "session",
     "verify",
 ]
 

@@ -75,7 +75,9 @@ def routers(model: Model) -> list[TopKRouter]:
     Args:
         model: a module, wrapped or not, or the list of chunks of a virtual pipeline.
     """
-    return [module for chunk in chunks_of(model) for module in chunk.modules() if isinstance(module, TopKRouter)]
+    return [
+        module for chunk in chunks_of(model) for module in chunk.modules() if isinstance(module, TopKRouter)
+    ]
 
 
 def router_layer_numbers(model: Model) -> tuple[int, ...]:

@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[2]
 
 def run(module: str, size: int, folder: Path, *arguments: str, timeout_s: float = 120.0) -> list[dict]:
     """Start `python -m module RANK FOLDER ARGUMENTS` once a rank; what each wrote to FOLDER/RANK.json."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
     logs = [folder / f"{rank}.log" for rank in range(size)]
     processes = []
     try:

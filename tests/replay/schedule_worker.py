@@ -44,9 +44,7 @@ def main() -> None:
     rank, folder, virtual = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     forward_only = sys.argv[4] == "forward-only"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
     virtual_size = virtual if virtual > 1 else None
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual_size
@@ -78,7 +76,9 @@ def main() -> None:
             )
             for microbatch, each in wanted.items()
         }
-        followed = [microbatch for microbatch, routing_map in ids.items() if torch.equal(routing_map, output[1])]
+        followed = [
+            microbatch for microbatch, routing_map in ids.items() if torch.equal(routing_map, output[1])
+        ]
         kind = "F" if torch._C._current_graph_task_id() == -1 else "B"
         events.append((kind, router.layer_number, followed[0] if len(followed) == 1 else None))
 

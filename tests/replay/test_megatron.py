@@ -24,21 +24,11 @@ TOKENS = [5, 77, 200, 13, 42, 99, 101, 8, 64, 17]
 
 
 @pytest.fixture(scope="module")
-def stage(model_folder, tmp_path_factory):
+def stage(gloo, model_folder):
     """The random model as one whole stage, in this process."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from rtk.replay import _megatron_cpu
     from rtk.replay._megatron_stage import Stage
 
-    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    _megatron_cpu.apply()
-    yield Stage(model_folder)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    return Stage(model_folder)
 
 
 @pytest.fixture
@@ -97,7 +87,7 @@ def other_routes(layout):
 def test_the_same_weights_give_the_same_logits_and_routes(stage, reference):
     from rtk.replay import megatron
 
-    with megatron.recording(stage.model) as recorded:
+    with megatron.recording(stage.chunks) as recorded:
         logits = stage.forward(torch.tensor(TOKENS))
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS]), output_router_logits=True)
@@ -130,7 +120,7 @@ def test_a_model_with_the_other_settings_gives_the_same_logits_and_routes(stage,
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(tmp_path)
     other = Stage(tmp_path)
-    with megatron.recording(other.model) as recorded:
+    with megatron.recording(other.chunks) as recorded:
         logits = other.forward(torch.tensor(TOKENS))
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS]), output_router_logits=True)
@@ -143,10 +133,10 @@ def test_a_model_with_the_other_settings_gives_the_same_logits_and_routes(stage,
 def test_its_own_routes_replayed_change_nothing(stage):
     from rtk.replay import megatron
 
-    with megatron.recording(stage.model) as recorded:
+    with megatron.recording(stage.chunks) as recorded:
         own = stage.forward(torch.tensor(TOKENS))
     expanded = ExpandedRoutes(tuple(r.int().numpy() for r in recorded.values()), tuple(recorded))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         assert torch.equal(stage.forward(torch.tensor(TOKENS)), own)
 
 
@@ -154,9 +144,9 @@ def test_installed_ids_are_int32_and_lead_where_int64_would(stage, layout):
     from rtk.replay import megatron
 
     expanded = expand(trace_of(layout, other_routes(layout)), Shard(layout))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         narrow = stage.forward(torch.tensor(TOKENS))
-        for router in megatron.routers(stage.model):
+        for router in megatron.routers(stage.chunks):
             replay = router.router_replay
             assert replay.target_topk_idx.dtype == torch.int32
             replay.target_topk_idx = replay.target_topk_idx.long()
@@ -168,7 +158,7 @@ def test_replayed_routes_are_used(stage, reference, layout):
 
     routes = other_routes(layout)
     expanded = expand(trace_of(layout, routes), Shard(layout))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         replayed = stage.forward(torch.tensor(TOKENS))
     own = stage.forward(torch.tensor(TOKENS))
     assert (replayed - own).abs().max() > 0.1
@@ -184,17 +174,17 @@ def test_state_is_clean_afterwards_and_after_an_exception(stage, layout):
             and replay.target_topk_idx is None
             and replay.recorded_topk_idx is None
             and replay.replay_backward_list == []
-            for replay in (router.router_replay for router in megatron.routers(stage.model))
+            for replay in (router.router_replay for router in megatron.routers(stage.chunks))
         )
 
     expanded = expand(trace_of(layout, other_routes(layout)), Shard(layout))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         assert not is_clean()
     assert is_clean()
-    with pytest.raises(RuntimeError, match="out of memory"), megatron.replaying(stage.model, expanded):
+    with pytest.raises(RuntimeError, match="out of memory"), megatron.replaying(stage.chunks, expanded):
         raise RuntimeError("out of memory")
     assert is_clean()
-    with pytest.raises(ShardError, match="recorded nothing"), megatron.recording(stage.model):
+    with pytest.raises(ShardError, match="recorded nothing"), megatron.recording(stage.chunks):
         pass
     assert is_clean()
 
@@ -208,10 +198,10 @@ def test_routes_of_other_layers_are_not_installed(stage, layout):
         ExpandedRoutes(expanded.tensors[:1], expanded.layer_numbers[:1]),
     ):
         with pytest.raises(ShardError, match=r"this model's routers are of layers \[2, 4\]"):
-            megatron.install(wrong, stage.model)
+            megatron.install(wrong, stage.chunks)
     with pytest.raises(ShardError, match=r"1 tensors for the 2 routers of layers \[2, 4\]"):
-        megatron.install(dataclasses.replace(expanded, tensors=expanded.tensors[:1]), stage.model)
-    assert all(router.router_replay.target_topk_idx is None for router in megatron.routers(stage.model))
+        megatron.install(dataclasses.replace(expanded, tensors=expanded.tensors[:1]), stage.chunks)
+    assert all(router.router_replay.target_topk_idx is None for router in megatron.routers(stage.chunks))
 
 
 def test_routers_of_wrapped_models_and_lists_of_chunks(stage, model_folder):
@@ -221,19 +211,19 @@ def test_routers_of_wrapped_models_and_lists_of_chunks(stage, model_folder):
     from rtk.replay._megatron_stage import Stage
 
     # One of its own: the wrapper turns what it holds to bfloat16.
-    model = Stage(model_folder).model
+    model = Stage(model_folder).chunks[0]
     wrapped = Float16Module(dataclasses.replace(model.config, bf16=True), model)
     assert megatron.router_layer_numbers(wrapped) == megatron.router_layer_numbers([wrapped]) == (2, 4)
-    layers = stage.model.decoder.layers
+    layers = stage.chunks[0].decoder.layers
     assert megatron.router_layer_numbers([layers[2:], layers[:2]]) == (4, 2)
 
 
 def test_a_router_without_replay_is_named(stage, monkeypatch):
     from rtk.replay import megatron
 
-    monkeypatch.setattr(megatron.routers(stage.model)[1], "router_replay", None)
+    monkeypatch.setattr(megatron.routers(stage.chunks)[1], "router_replay", None)
     with pytest.raises(ShardError, match=r"layer 4 has no RouterReplay.*moe_enable_routing_replay"):
-        with megatron.recording(stage.model):
+        with megatron.recording(stage.chunks):
             pass
 
 
@@ -368,7 +358,7 @@ def children(monkeypatch):
 
 def test_what_a_stage_cannot_do_comes_back_in_its_words(children, model_folder, layout, tmp_path):
     broken = edited(model_folder, tmp_path / "edited", drop="model.norm.weight")
-    with pytest.raises(ShardError, match=r"^pipeline stage 1: .*no tensor model\.norm\.weight"):
+    with pytest.raises(ShardError, match=r"^rank 1: .*no tensor model\.norm\.weight"):
         verify(broken, [trace_of(layout, other_routes(layout))], timeout_s=240)
 
 
@@ -377,15 +367,13 @@ def test_the_stage_that_crashed_is_quoted_and_not_the_one_that_waits_for_it(
     children, model_folder, layout, rank
 ):
     children[rank] = "raise OSError('no space left')"
-    with pytest.raises(
-        ShardError, match=rf"(?s)^pipeline stage {rank} failed \(exit status 1\).*no space left$"
-    ):
+    with pytest.raises(ShardError, match=rf"(?s)^rank {rank} failed \(exit status 1\).*no space left$"):
         verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=240)
 
 
 def test_a_killed_stage_is_named(children, model_folder, layout):
     children["1"] = "import os; os.kill(os.getpid(), 9)"
-    with pytest.raises(ShardError, match=r"^pipeline stage 1 failed \(exit status -9\)"):
+    with pytest.raises(ShardError, match=r"^rank 1 failed \(exit status -9\)"):
         verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=240)
 
 

@@ -303,8 +303,15 @@ def test_sessions_and_recordings_do_not_nest(models):
 
     model = models["none"]
     with session(model) as replay:
-        for other in (session(model), megatron.recording(model), megatron.replaying(model, BATCHES[0].routes)):
-            with pytest.raises(ShardError, match=r"layers \[2, 3, 4\] are in a replay session .* already"), other:
+        for other in (
+            session(model),
+            megatron.recording(model),
+            megatron.replaying(model, BATCHES[0].routes),
+        ):
+            with (
+                pytest.raises(ShardError, match=r"layers \[2, 3, 4\] are in a replay session .* already"),
+                other,
+            ):
                 pass
         with session(models["full"]):  # another model is nobody's business
             pass
@@ -339,7 +346,9 @@ def test_recomputes_of_other_forward_passes_are_refused(models):
         with replay.microbatch(BATCHES[1].routes):
             inside = forward(model, BATCHES[1])
         loss(inside).backward()
-        with pytest.raises(ShardError, match="layer 4 is recomputed for a forward pass that this session has not"):
+        with pytest.raises(
+            ShardError, match="layer 4 is recomputed for a forward pass that this session has not"
+        ):
             loss(before).backward()
         with replay.microbatch(BATCHES[2].routes):
             late = forward(model, BATCHES[2])
