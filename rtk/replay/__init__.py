@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rtk.replay._verify import StageResult, verify
+from rtk.replay.batch import Batch, LocalTokens, alignment
 from rtk.replay.check import check
 from rtk.replay.expand import ExpandedRoutes, expand
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agreement",
+    "Batch",
     "ExpandedRoutes",
     "Finding",
     "Hypothesis",
+    "LocalTokens",
     "ReplayReport",
     "Shard",
     "StageResult",
+    "alignment",
     "check",
     "expand",
     "session",

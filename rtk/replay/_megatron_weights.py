@@ -50,7 +50,7 @@ def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, ti
     if not file.is_file():
         raise ShardError(f"there is no {file}; a checkpoint in several files has to be saved as one first")
     numbers = {index: layer.layer_number for index, layer in enumerate(model.decoder.layers)}  # type: ignore[union-attr,arg-type]
-    local = _local_experts(model)
+    local, experts = _local_experts(model), model.config.num_moe_experts  # type: ignore[union-attr]
     used: set[str] = set()
     with safe_open(file, framework="pt") as checkpoint:
         names = set(checkpoint.keys())
@@ -72,11 +72,7 @@ def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, ti
                 parameter.copy_(tensor)
     every = range(1, model.config.num_layers + 1)  # type: ignore[union-attr,operator]
     others = set(every) - set(numbers.values())
-    left = sorted(
-        name
-        for name in names - used
-        if not _is_elsewhere(name, others, local, model.config.num_moe_experts, tied)
-    )  # type: ignore[union-attr,arg-type]
+    left = sorted(name for name in names - used if not _is_elsewhere(name, others, local, experts, tied))  # type: ignore[union-attr,arg-type]
     if left:
         raise ShardError(f"no parameter took {', '.join(left[:5])}, {len(left)} tensors in all, of {file}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from rtk._wire import FLOOR_LOGPROB
 from rtk.errors import RtkError
 from rtk.replay import _megatron_cpu, megatron
 from rtk.replay._megatron_stage import Stage
+from rtk.replay.batch import Batch
 from rtk.replay.expand import ExpandedRoutes, expand
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace, load_traces
@@ -68,7 +68,7 @@ def _verify(stage: Stage, traces: list[RouteTrace], shard: Shard) -> dict[str, A
         counted = shard.expert_rank < len(round_)
         trace = round_[shard.expert_rank if counted else 0]
         rows = max(each.rows for each in round_)
-        expanded = _padded(expand(trace, shard), rows)
+        expanded = expand(trace, shard, batch=Batch.padded([trace], length=rows))
         inputs = torch.zeros(rows, dtype=torch.int64)
         inputs[: trace.rows] = torch.from_numpy(trace.token_ids[: trace.rows])
         with megatron.recording(stage.chunks) as recorded:
@@ -96,15 +96,6 @@ def _verify(stage: Stage, traces: list[RouteTrace], shard: Shard) -> dict[str, A
         "logprob_gap_replayed": float(np.mean(gaps["replayed"])) if gaps["replayed"] else None,
         "floored": floored,
     }
-
-
-def _padded(expanded: ExpandedRoutes, rows: int) -> ExpandedRoutes:
-    """The routes with rows for padding at the end, which no token before it can see."""
-    tensors = []
-    for tensor in expanded.tensors:
-        padding = np.arange(tensor.shape[1], dtype=np.int32)  # any experts that differ
-        tensors.append(np.concatenate([tensor, np.tile(padding, (rows - len(tensor), 1))]))
-    return dataclasses.replace(expanded, tensors=tuple(tensors))
 
 
 class _RoutingMaps:

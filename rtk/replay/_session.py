@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from rtk.errors import ShardError
 from rtk.replay import megatron
+from rtk.replay.batch import Placement
 from rtk.replay.expand import ExpandedRoutes, expand
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
@@ -106,15 +107,18 @@ class ReplaySession:
         return self._shard
 
     @contextlib.contextmanager
-    def microbatch(self, routes: ExpandedRoutes | RouteTrace | Sequence[RouteTrace]) -> Iterator[None]:
+    def microbatch(
+        self, routes: ExpandedRoutes | RouteTrace | Sequence[RouteTrace], batch: Placement | None = None
+    ) -> Iterator[None]:
         """Replay these routes in the forward passes of the block, and in what is recomputed for them later.
 
         The block holds the forward pass of one microbatch, of one model chunk or of several. The ids are
         brought to the routers' devices once, as int32.
 
         Args:
-            routes: what `rtk.replay.expand` gave for this microbatch, or the traces, which are then
+            routes: what `rtk.replay.expand` gave for this microbatch, or its traces, which are then
                 expanded for `shard`.
+            batch: how those traces became the model's input, as in `rtk.replay.expand`.
 
         Raises:
             ShardError: the routes are not those of the model's routers, a router meets another number of
@@ -127,7 +131,7 @@ class ReplaySession:
                 "microbatch blocks do not nest: one block holds the forward pass of one microbatch; its backward "
                 "pass may come at any time later"
             )
-        expanded = routes if isinstance(routes, ExpandedRoutes) else expand(routes, self.shard)
+        expanded = routes if isinstance(routes, ExpandedRoutes) else expand(routes, self.shard, batch=batch)
         self._microbatch = _Microbatch(megatron.targets(expanded, self._model))
         try:
             yield
@@ -205,7 +209,7 @@ class _Chunk:
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._begin_backward(microbatch))
+                tensor.register_hook(lambda _gradient: self._begin_backward(microbatch))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, microbatch: _Microbatch) -> None:
         if self._session._closed:

@@ -37,7 +37,8 @@ def routes(numbers, microbatch):
     """Distinct experts that no router chose, other ones for each layer and microbatch."""
     rng = np.random.default_rng(microbatch)
     layers = {number: [rng.choice(8, 2, replace=False) for _ in range(TOKENS)] for number in range(1, 9)}
-    return ExpandedRoutes(tuple(np.array(layers[number], np.int32) for number in numbers), numbers)
+    tensors = tuple(np.array(layers[number], np.int32) for number in numbers)
+    return ExpandedRoutes(tensors, numbers, np.zeros(TOKENS, bool))
 
 
 def main() -> None:

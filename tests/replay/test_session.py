@@ -20,6 +20,7 @@ from .conftest import megatron_model  # noqa: E402
 
 NUMBERS = (2, 3, 4)
 TOKENS = 9
+NO_PADDING = np.zeros(TOKENS, bool)
 POSITIONS = torch.arange(TOKENS)
 FUTURE = (POSITIONS[None, :] > POSITIONS[:, None])[None, None]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -48,7 +49,8 @@ def microbatch(seed):
     tokens = torch.from_numpy(rng.integers(0, 64, TOKENS))[None]
     ids = [[rng.choice(8, 2, replace=False) for _ in range(TOKENS)] for _ in NUMBERS]
     return types.SimpleNamespace(
-        tokens=tokens, routes=ExpandedRoutes(tuple(np.array(layer, np.int32) for layer in ids), NUMBERS)
+        tokens=tokens,
+        routes=ExpandedRoutes(tuple(np.array(layer, np.int32) for layer in ids), NUMBERS, NO_PADDING),
     )
 
 
@@ -331,10 +333,10 @@ def test_a_router_without_routes_does_not_choose_by_itself(models):
             forward(model, BATCHES[0])
         with pytest.raises(ShardError, match="layer 2 meets 9 tokens and has routes for 8"):
             short = tuple(ids[:-1] for ids in BATCHES[0].routes.tensors)
-            with replay.microbatch(ExpandedRoutes(short, NUMBERS)):
+            with replay.microbatch(ExpandedRoutes(short, NUMBERS, NO_PADDING)):
                 forward(model, BATCHES[0])
         with pytest.raises(ShardError, match=r"the routers of layers \[1, 2, 3\].*are of layers \[2, 3, 4\]"):
-            with replay.microbatch(ExpandedRoutes(BATCHES[0].routes.tensors, (1, 2, 3))):
+            with replay.microbatch(ExpandedRoutes(BATCHES[0].routes.tensors, (1, 2, 3), NO_PADDING)):
                 pass
     assert is_clean(model)
 

@@ -203,7 +203,9 @@ def test_layout_strings_are_read_as_megatron_reads_them():
     random = np.random.default_rng(4)
     texts = ["Ettt|(tt|)*29,m|L", "E|(t|)*3,(t,t|)*2,L", "(E)*1t*10|*2tL", "Et*0|t,,t|m*2L"]
     for _ in range(200):
-        parts = [str(random.choice(["t", "|", "t*2", "|*2", "(t|)*3", "(|t*2,)*2", "m*0", ","])) for _ in range(6)]
+        parts = [
+            str(random.choice(["t", "|", "t*2", "|*2", "(t|)*3", "(|t*2,)*2", "m*0", ","])) for _ in range(6)
+        ]
         texts.append("E" + "".join(parts) + "L")
     for text in texts:
         rows = PipelineParallelLayerLayout.parse_str_to_list(text)
