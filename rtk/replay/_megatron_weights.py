@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors import safe_open
 
@@ -32,7 +33,7 @@ _TOP = {
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 
 
-def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, tied: bool) -> None:
+def load(model: GPTModel, folder: Path, *, groups: int, head_dim: int, tied: bool) -> None:
     """Fill a model chunk with its part of the checkpoint.
 
     Args:
@@ -49,8 +50,8 @@ def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, ti
     file = folder / "model.safetensors"
     if not file.is_file():
         raise ShardError(f"there is no {file}; a checkpoint in several files has to be saved as one first")
-    numbers = {index: layer.layer_number for index, layer in enumerate(model.decoder.layers)}  # type: ignore[union-attr,arg-type]
-    local, experts = _local_experts(model), model.config.num_moe_experts  # type: ignore[union-attr]
+    numbers = {index: layer.layer_number for index, layer in enumerate(model.decoder.layers)}
+    local, experts = _local_experts(model), model.config.num_moe_experts
     used: set[str] = set()
     with safe_open(file, framework="pt") as checkpoint:
         names = set(checkpoint.keys())
@@ -70,9 +71,9 @@ def load(model: torch.nn.Module, folder: Path, *, groups: int, head_dim: int, ti
                 )
             with torch.no_grad():
                 parameter.copy_(tensor)
-    every = range(1, model.config.num_layers + 1)  # type: ignore[union-attr,operator]
+    every = range(1, model.config.num_layers + 1)
     others = set(every) - set(numbers.values())
-    left = sorted(name for name in names - used if not _is_elsewhere(name, others, local, experts, tied))  # type: ignore[union-attr,arg-type]
+    left = sorted(name for name in names - used if not _is_elsewhere(name, others, local, experts, tied))
     if left:
         raise ShardError(f"no parameter took {', '.join(left[:5])}, {len(left)} tensors in all, of {file}")
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rtk._wire import FLOOR_LOGPROB
 from rtk.errors import RtkError
 from rtk.replay import _megatron_cpu, megatron
 from rtk.replay._megatron_stage import Stage
@@ -22,6 +21,7 @@ from rtk.replay.batch import Batch
 from rtk.replay.expand import ExpandedRoutes, expand
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace, load_traces
+from rtk.wire.forms import FLOOR_LOGPROB
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def _verify(stage: Stage, traces: list[RouteTrace], shard: Shard) -> dict[str, A
             same[number].append(equal[: trace.rows])
         honoured &= maps.equal(expanded)
         if own_logits is not None and replayed_logits is not None and trace.logprobs is not None:
-            floored += int((trace.logprobs <= FLOOR_LOGPROB).sum())
+            floored += int((~(trace.logprobs > FLOOR_LOGPROB)).sum())  # NaN too
             gaps["own"] += _logprob_gaps(own_logits, trace)
             gaps["replayed"] += _logprob_gaps(replayed_logits, trace)
     return {
