@@ -25,7 +25,7 @@ from rtk.wire.forms import FLOOR_LOGPROB
 
 
 def main() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     rank = int(sys.argv[2])
     folder = Path(request["folder"])
@@ -50,7 +50,7 @@ def main() -> None:
     # the parent ends them.
 
 
-def _end_with_parent() -> None:
+def leave_with_parent() -> None:
     """Leave when the parent is gone, killed perhaps, with whatever this process waits for."""
     sys.stdin.buffer.read()  # ends when the parent's end of the pipe does
     os._exit(1)

@@ -26,7 +26,14 @@ def run(module: str, size: int, folder: Path, *arguments: str, timeout_s: float 
             command = [sys.executable, "-m", module, str(rank), str(folder), *arguments]
             with log.open("wb") as output:
                 processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdin=subprocess.PIPE,  # its end tells the rank that the tests are gone
+                        stdout=output,
+                        stderr=output,
+                    )
                 )
         deadline = time.monotonic() + timeout_s
         while None in (statuses := [process.poll() for process in processes]) and not any(statuses):
@@ -35,7 +42,7 @@ def run(module: str, size: int, folder: Path, *arguments: str, timeout_s: float 
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
     assert statuses == [0] * size, said
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]

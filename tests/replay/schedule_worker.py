@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch.overrides import TorchFunctionMode
 
 from rtk.replay import ExpandedRoutes, _megatron_cpu, megatron, session
+from rtk.replay._megatron_worker import leave_with_parent
 
 from .conftest import megatron_model
 
@@ -42,6 +44,7 @@ def routes(numbers, microbatch):
 
 
 def main() -> None:
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     rank, folder, virtual = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     forward_only = sys.argv[4] == "forward-only"
     torch.set_num_threads(1)
