@@ -52,7 +52,9 @@ def main() -> None:
 
 def leave_with_parent() -> None:
     """Leave when the parent is gone, killed perhaps, with whatever this process waits for."""
-    sys.stdin.buffer.read()  # ends when the parent's end of the pipe does
+    # Ends when the parent's end of the pipe does. sys.stdin would hold a lock that stops the interpreter's exit.
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 

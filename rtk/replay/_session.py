@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -112,8 +114,8 @@ class ReplaySession:
     ) -> Iterator[None]:
         """Replay these routes in the forward passes of the block, and in what is recomputed for them later.
 
-        The block holds the forward pass of one microbatch, of one model chunk or of several. The ids are
-        brought to the routers' devices once, as int32.
+        The block holds the forward pass of one microbatch, of one model chunk or of several. The ids
+        go to a router's device when it first runs, as int32.
 
         Args:
             routes: what `rtk.replay.expand` gave for this microbatch, or its traces, which are then
@@ -143,9 +145,17 @@ class ReplaySession:
 class _Microbatch:
     """The routes of one microbatch; it lives as long as a graph that may need them."""
 
-    targets: Mapping[TopKRouter, torch.Tensor]
+    ids: Mapping[TopKRouter, npt.NDArray[np.int32]]
+    # The same on the routers' devices, from their first run on: a virtual pipeline runs one chunk at a time.
+    tensors: dict[TopKRouter, torch.Tensor] = field(default_factory=dict)
     # Routers that ran without gradients: a checkpoint will run them again, or nothing will.
     without_grad: set[TopKRouter] = field(default_factory=set)
+
+    def target(self, router: TopKRouter) -> torch.Tensor | None:
+        """int32 `[rows, top_k]`; None for an MTP router, which has no routes and chooses by itself."""
+        if router not in self.tensors and router in self.ids:
+            self.tensors[router] = megatron.on_device_of(router, self.ids[router])
+        return self.tensors.get(router)
 
 
 class _Chunk:
@@ -166,7 +176,8 @@ class _Chunk:
     def _steer(self, router: TopKRouter, inputs: tuple[torch.Tensor, ...]) -> None:
         """Before a router runs: give it the routes of its microbatch."""
         session = self._session
-        # Inside a backward pass a router runs for one reason: its activations are computed again.
+        # Inside a backward pass a router runs for one reason: its activations are computed again. torch's own
+        # checkpoint asks the same way; there is no public name for it.
         recompute = torch._C._current_graph_task_id() != -1
         microbatch = self._backward if recompute else session._microbatch
         if microbatch is None:
@@ -177,9 +188,9 @@ class _Chunk:
                 else f"the router of layer {router.layer_number} runs in a replay session and has no routes: put the "
                 "forward pass into a block of `microbatch`"
             )
-        target = microbatch.targets.get(router)
+        target = microbatch.target(router)
         if target is None:
-            return  # an MTP router without routes of its own, which chooses by itself
+            return
         rows = inputs[0].numel() // inputs[0].shape[-1]
         if rows != len(target):
             raise ShardError(

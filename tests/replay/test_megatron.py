@@ -426,6 +426,18 @@ def test_a_stage_that_hangs_is_given_up(children, model_folder, layout):
         verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=1)
 
 
+def test_ranks_end_well_after_their_answer(model_folder, layout, monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def popen(command, **options):
+        started.append(start(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=240)
+    assert [child.returncode for child in started] == [0, 0]
+
+
 def test_ranks_leave_when_their_parent_is_killed(model_folder, layout, tmp_path):
     """One rank waits for another that never comes; its parent gets no chance to say goodbye."""
     save_traces([trace_of(layout, other_routes(layout))], tmp_path / "traces.zip")

@@ -145,6 +145,20 @@ def test_each_recompute_gets_the_routes_of_its_own_microbatch(models, kind, orde
         torch.testing.assert_close(got[name], expected, msg=name)
 
 
+def test_one_backward_pass_over_several_microbatches(models):
+    model = models["full"]
+    with watching(model) as seen, session(model) as replay:
+        losses = []
+        for batch in BATCHES:
+            with replay.microbatch(batch.routes):
+                losses.append(loss(forward(model, batch)))
+        sum(losses).backward()
+    recomputed = [(layer, routing_map) for layer, in_backward, routing_map in seen if in_backward]
+    for number, (layer, routing_map) in zip([2] * 3 + [1] * 3 + [0] * 3, recomputed, strict=True):
+        assert sent_as(BATCHES[number], layer, routing_map)
+    model.zero_grad()
+
+
 def test_a_checkpoint_that_is_not_reentrant_is_a_recompute_too(models):
     from torch.utils.checkpoint import checkpoint
 
