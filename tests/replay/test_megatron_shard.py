@@ -235,6 +235,13 @@ def test_an_mtp_router_numbered_like_the_backbones_is_not_taken_for_one(gloo):
     shard = megatron.shard_of(model)
     assert shard.router_layer_numbers == (1, 2, 3, 4)
     assert shard.mtp_router_numbers == (1,)
+    with megatron.recording(model) as recorded, torch.no_grad():
+        own = [each(torch.randn(5, 1, 8))[1] for each in megatron.routers(model)]
+    assert list(recorded) == [1, 2, 3, 4, 5]
+    assert all(
+        torch.equal(torch.zeros_like(routing_map).scatter(1, ids, True), routing_map)
+        for routing_map, ids in zip(own, recorded.values(), strict=True)
+    )
 
 
 def graphed(*scopes):

@@ -145,6 +145,21 @@ def test_each_recompute_gets_the_routes_of_its_own_microbatch(models, kind, orde
         torch.testing.assert_close(got[name], expected, msg=name)
 
 
+def test_a_backward_pass_inside_the_block_of_another_microbatch(models):
+    model = models["full"]
+    with watching(model) as seen, session(model) as replay:
+        with replay.microbatch(BATCHES[0].routes):
+            first = forward(model, BATCHES[0])
+        with replay.microbatch(BATCHES[1].routes):
+            second = forward(model, BATCHES[1])
+            loss(first).backward()
+        loss(second).backward()
+    recomputed = [(layer, routing_map) for layer, in_backward, routing_map in seen if in_backward]
+    for number, (layer, routing_map) in zip([0] * 3 + [1] * 3, recomputed, strict=True):
+        assert sent_as(BATCHES[number], layer, routing_map)
+    model.zero_grad()
+
+
 def test_one_backward_pass_over_several_microbatches(models):
     model = models["full"]
     with watching(model) as seen, session(model) as replay:
@@ -309,6 +324,10 @@ def test_everything_is_clean_after_an_exception(models):
             handle.remove()
     assert is_clean(model)
     model.zero_grad()
+    with session(model):  # what other code did to the routers in the meantime goes as well
+        for router in routers_of(model):
+            router.router_replay.set_target_indices(torch.zeros(TOKENS, 2, dtype=torch.int32))
+    assert is_clean(model)
     with session(model) as replay:  # and the next one works
         run(replay, model, ORDERS["1F1B"])
     model.zero_grad()
