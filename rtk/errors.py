@@ -75,6 +75,10 @@ class ShardError(RtkError):
     """A Megatron shard does not fit the model, or the data for it does not fit the shard."""
 
 
+class LayoutFileError(RtkError):
+    """The layout file of `rtk replay check`, or a file that it names, is unreadable or holds an unknown key."""
+
+
 class EmbeddedServerError(RtkError):
     """The embedded server could not be started, or died."""
 

@@ -269,8 +269,13 @@ def _longest_run(flags: Mask) -> tuple[int, int]:
     return int(starts[best]), int(stops[best])
 
 
-def padding(numbered: Numbered, num_experts: int, ranks: int, padded: Mask) -> Finding:
-    """Padding rows are forwarded like any other, so their experts must be spread over the expert-parallel ranks."""
+def padding(
+    numbered: Numbered, num_experts: int, ranks: int, padded: Mask, rule: str | None = None
+) -> Finding:
+    """Padding rows are forwarded like any other, so their experts must be spread over the expert-parallel ranks.
+
+    `rule` is the sentence that says how they were chosen, where that is known.
+    """
     name = "padding spread"
     total = int(padded.sum())
     for number, array in numbered:
@@ -292,7 +297,8 @@ def padding(numbered: Numbered, num_experts: int, ranks: int, padded: Mask) -> F
                 int(np.argmax(padded)),
                 "unbalanced padding",
             )
-    return Finding(name, True, f"{total} padding rows are spread over {ranks} expert-parallel ranks")
+    chosen = f": {rule}" if rule else ""
+    return Finding(name, True, f"{total} padding rows are spread over {ranks} expert-parallel ranks{chosen}")
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -17,21 +17,22 @@ _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,4})")
 _ELEMENT = re.compile(r"([EtmL|])\*(\d{1,4})")
 
 
-def even(num_layers: int, chunks: int, *, embedding: bool, loss: bool) -> list[int]:
+def even(num_layers: int, pipeline_size: int, virtual_size: int, *, embedding: bool, loss: bool) -> list[int]:
     """Layers of each chunk where all get as many, the embedding and the loss counting as a layer or not."""
-    total = num_layers + embedding + loss
-    counted = "".join((" + 1 for the embedding" * embedding, " + 1 for the loss" * loss))
+    chunks, total = pipeline_size * virtual_size, num_layers + embedding + loss
+    counted = " and the embedding" * embedding + " and the loss" * loss
     if total % chunks:
+        virtual = f" of {virtual_size} virtual chunks each" if virtual_size > 1 else ""
         raise ShardError(
-            f"{num_layers} layers{counted} do not divide evenly over {chunks} pipeline stages (virtual ones "
-            "included); choose sizes that divide them, or say which stages hold fewer: "
-            "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or pipeline_layout"
+            f"{num_layers} layers{counted} do not divide evenly over {pipeline_size} pipeline stages{virtual}; "
+            "choose sizes that divide them, or say which stages hold fewer: num_layers_in_first_pipeline_stage, "
+            "num_layers_in_last_pipeline_stage or pipeline_layout"
         )
     sizes = [total // chunks] * chunks
     sizes[0] -= embedding
     sizes[-1] -= loss
     if min(sizes) < 0:
-        raise ShardError(f"{num_layers} layers{counted} leave {min(sizes)} for a stage; use fewer stages")
+        raise ShardError(f"{num_layers} layers{counted} are too few for {chunks} chunks")
     return sizes
 
 

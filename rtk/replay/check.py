@@ -17,7 +17,7 @@ from rtk.replay._orders import Tokens, other_orders, tokens_of
 from rtk.replay._regions import MIN_AGREEMENT
 from rtk.replay._sides import Ids, Sides
 from rtk.replay.batch import Placement
-from rtk.replay.expand import expand
+from rtk.replay.expand import expand, padding_rule
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
@@ -77,6 +77,7 @@ def check(
             )
     place = tokens_of(several, shard, batch)
     live = tuple(shard.router_layer_numbers if layer_numbers is None else map(int, layer_numbers))
+    rule = padding_rule(shard) if tensors is None else None
     if tensors is None:
         tensors = expand(several, shard, batch=batch).tensors
     arrays = [np.asarray(tensor) for tensor in tensors]
@@ -94,12 +95,16 @@ def check(
         if found is not None:
             hypotheses = found.hypotheses
             break  # the next comparison would only show the same fault through other eyes
-    findings += _padding(shard, place, live, arrays)
+    findings += _padding(shard, place, live, arrays, rule)
     return ReplayReport(shard, tuple(findings), agreement, hypotheses)
 
 
 def _padding(
-    shard: Shard, place: Tokens, live: tuple[int, ...], arrays: Sequence[npt.NDArray[Any]]
+    shard: Shard,
+    place: Tokens,
+    live: tuple[int, ...],
+    arrays: Sequence[npt.NDArray[Any]],
+    rule: str | None,
 ) -> Iterator[Finding]:
     """Last, since rows that are out of place make padding of tokens."""
     if shard.expert_size > 1 and place.padding.any() and len(arrays) == len(live):
@@ -108,7 +113,7 @@ def _padding(
             for number, array in zip(live, arrays, strict=True)
             if array.shape == (len(place.padding), shard.layout.top_k) and array.dtype.kind in "iu"
         ]
-        yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding)
+        yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding, rule)
 
 
 def _alone(

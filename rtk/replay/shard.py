@@ -88,7 +88,7 @@ class Shard:
             raise ShardError(f"context_order is {self.context_order!r}; it is 'zigzag' or 'contiguous'")
         if self.layout.num_experts % self.expert_size:
             raise ShardError(
-                f"{self.layout.num_experts} experts do not divide evenly over expert_size {self.expert_size}"
+                f"{self.layout.num_experts} experts do not divide evenly over {self.expert_size} expert-parallel ranks"
             )
         self._check_pipeline_arguments()
         # Cutting the model now says at once when it cannot be cut.
@@ -136,7 +136,8 @@ class Shard:
         if first is None and last is None:
             layers = _pipeline.even(
                 num_layers,
-                chunks,
+                self.pipeline_size,
+                self.virtual_size,
                 embedding=self.account_for_embedding_in_pipeline_split,
                 loss=self.account_for_loss_in_pipeline_split,
             )
@@ -188,7 +189,7 @@ class Shard:
         """
         for pipeline in range(self.pipeline_size):
             for context in range(self.context_size):
-                for tensor in range(self.tensor_size if self.sequence_parallel else 1):
+                for tensor in range(self.tensor_size) if self.sequence_parallel else [self.tensor_rank]:
                     yield dataclasses.replace(
                         self, pipeline_rank=pipeline, context_rank=context, tensor_rank=tensor
                     )

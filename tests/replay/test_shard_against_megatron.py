@@ -76,8 +76,9 @@ def megatron_config(shard_arguments: dict) -> TransformerConfig:
 
 
 def is_moe(spec) -> bool:
-    module = spec.submodules.mlp
-    return getattr(module, "module", module) is MoELayer
+    """0.16 holds the layer's class in a spec, later versions in a functools.partial."""
+    mlp = spec.submodules.mlp
+    return MoELayer in (getattr(mlp, "module", None), getattr(mlp, "func", None))
 
 
 def built_by_megatron(config: TransformerConfig, rank: int) -> tuple[list[list[int]], list[int], list[int]]:
