@@ -122,7 +122,7 @@ def install(expanded: ExpandedRoutes, model: Model) -> None:
 
 
 def targets(expanded: ExpandedRoutes, model: Model) -> dict[TopKRouter, npt.NDArray[np.int32]]:
-    """Each backbone router's ids, int32 `[rows, top_k]`; routers of MTP layers have none.
+    """Each router's ids, int32 `[rows, top_k]`; routers of MTP layers have some only where routes are given.
 
     Raises:
         ShardError: the tensors are not those of the model's routers.
@@ -140,7 +140,15 @@ def targets(expanded: ExpandedRoutes, model: Model) -> dict[TopKRouter, npt.NDAr
             f"there are {len(expanded.tensors)} tensors for the {len(live)} routers of layers {list(live)}: give "
             "one for each local MoE layer, and none for a dense layer"
         )
-    return dict(zip(backbone, expanded.tensors, strict=True))
+    ids = dict(zip(backbone, expanded.tensors, strict=True))
+    if expanded.mtp_numbers:
+        if tuple(depths.values()) != expanded.mtp_numbers:
+            raise ShardError(
+                f"the MTP routes are for depths {list(expanded.mtp_numbers)}, while this model has MTP routers at "
+                f"depths {list(depths.values())}"
+            )
+        ids |= zip(depths, expanded.mtp_tensors, strict=True)
+    return ids
 
 
 def on_device_of(router: TopKRouter, ids: npt.NDArray[np.int32]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 
 import numpy as np
@@ -414,7 +415,7 @@ def test_traces_are_expanded_for_the_live_shard(models, gloo):
 
 
 @pytest.mark.parametrize("settings", [{}, FULL], ids=["kept", "recomputed"])
-def test_mtp_routers_without_routes_choose_by_themselves(gloo, settings):
+def test_mtp_routers_replay_their_own_routes_or_choose(gloo, settings):
     from rtk.replay import megatron
 
     model = megatron_model(mtp_num_layers=2, **settings)
@@ -432,7 +433,23 @@ def test_mtp_routers_without_routes_choose_by_themselves(gloo, settings):
     assert len(backbone) == 3 * runs
     assert all(sent_as(batch, layer, routing_map) for layer, _, routing_map in backbone)
     assert [layer for layer, _, _ in mtp] == ([5, 6, 6, 5] if settings else [5, 6])
+    assert not any(sent_as(batch, 2, routing_map) for _, _, routing_map in mtp)
     assert is_clean(model)
+    # With routes of their own, by depth, they replay them.
+    own = microbatch(7).routes.tensors[:2]
+    both = dataclasses.replace(batch.routes, mtp_tensors=own, mtp_numbers=(1, 2))
+    with watching(model) as seen, session(model) as replay:
+        with replay.microbatch(both):
+            output = forward(model, batch, **options)
+        output.mean().backward()
+    for layer, _, routing_map in seen:
+        ids = both.tensors[layer - 2] if layer < 5 else own[layer - 5]
+        wanted = torch.zeros_like(routing_map).scatter(1, torch.from_numpy(ids).long(), True)
+        assert torch.equal(routing_map, wanted)
+    assert len(seen) == 5 * runs
+    with session(model) as replay, pytest.raises(ShardError, match=r"depths \[1\], .* at depths \[1, 2\]"):
+        with replay.microbatch(dataclasses.replace(both, mtp_tensors=own[:1], mtp_numbers=(1,))):
+            pass
 
 
 # Megatron's layer numbers of each rank's routers: 8 layers, the first dense.
