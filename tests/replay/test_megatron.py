@@ -322,7 +322,6 @@ def test_real_ranks_choose_and_replay_as_transformers_does(
 
 def test_the_tiny_models_rollout_lines_up_with_real_ranks(session, capsys):
     """Routes of the embedded server, and of vLLM in bfloat16, in every layout that runs without a GPU."""
-    real = session.server_info().version if hasattr(session, "server_info") else ""
     traces = [
         session.sample(texts[0], max_tokens=24, temperature=0.8, seed=1).trace
         for texts in _shipped.prompts().values()
@@ -338,7 +337,9 @@ def test_the_tiny_models_rollout_lines_up_with_real_ranks(session, capsys):
         )
         for result in results:
             with capsys.disabled():
-                print(f"\nPP={pipeline} VPP={virtual} EP={expert} {real}: {result}")
+                print(
+                    f"\nPP={pipeline} VPP={virtual} EP={expert}, rollout by {session.server_version}: {result}"
+                )
             assert result.replay_honoured
             assert min(result.agreement) > 0.9
             shard = Shard(traces[0].layout, pipeline, result.pipeline_rank, virtual_size=virtual)

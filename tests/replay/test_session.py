@@ -360,6 +360,17 @@ def test_sessions_and_recordings_do_not_nest(models):
         pass
 
 
+def test_upstream_takes_too_few_rows_and_sends_the_last_tokens_nowhere(models, cleared):
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    router = routers_of(models["none"])[0]
+    router.router_replay.set_target_indices(torch.from_numpy(BATCHES[0].routes.tensors[0][:-1]))
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with torch.no_grad():
+        _, routing_map = router(torch.randn(TOKENS, 1, 32))
+    assert routing_map.sum(1).tolist() == [2] * (TOKENS - 1) + [0]
+
+
 def test_a_router_without_routes_does_not_choose_by_itself(models):
     model = models["full"]
     with session(model) as replay:
