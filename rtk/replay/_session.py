@@ -176,9 +176,8 @@ class _Chunk:
     def _steer(self, router: TopKRouter, inputs: tuple[torch.Tensor, ...]) -> None:
         """Before a router runs: give it the routes of its microbatch."""
         session = self._session
-        # Inside a backward pass a router runs for one reason: its activations are computed again. torch's own
-        # checkpoint asks the same way; there is no public name for it.
-        recompute = torch._C._current_graph_task_id() != -1
+        # Inside a backward pass a router runs for one reason: its activations are computed again.
+        recompute = _in_backward()
         microbatch = self._backward if recompute else session._microbatch
         if microbatch is None:
             raise ShardError(
@@ -216,7 +215,7 @@ class _Chunk:
     def _tag(self, _chunk: torch.nn.Module, _inputs: object, output: object) -> None:
         """After the chunk's forward pass: have its output say whose backward pass comes."""
         microbatch = self._session._microbatch
-        if microbatch is None:
+        if microbatch is None or _in_backward():
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -236,6 +235,12 @@ class _Chunk:
 
     def _end_backward(self) -> None:
         self._backward = None
+
+
+def _in_backward() -> bool:
+    """Whether this code runs inside a backward pass; torch's own checkpoint asks this way, and it has no public
+    name."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
