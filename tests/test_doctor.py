@@ -48,7 +48,7 @@ class Fake:
     """A server with the routes of `true_routes`, and the faults that a test gives it."""
 
     owner: str = "vllm"
-    version: str = "0.30.0"
+    version: str = "0.31.0"
     paths: tuple[str, ...] = ("/inference/v1/generate", "/v1/completions", "/tokenize")
     sends_routes: bool = True
     heeds_start: bool = True
@@ -138,7 +138,7 @@ def test_a_server_without_faults_is_healthy():
     report = examine(Fake())
     assert report.ok
     assert {check for check, status in statuses(report).items() if status != "ok"} == {"/v1/chat/completions"}
-    assert "vLLM 0.30.0" in report["server"].evidence
+    assert "vLLM 0.31.0" in report["server"].evidence
     assert "4 layers (2 MoE, 2 dense), 8 experts, top-2" in report["model"].evidence
     assert report.generations == 7
 
@@ -270,6 +270,18 @@ def test_a_few_routes_that_differ_between_passes_are_numerics():
     assert "99.5% of 222 row-layer pairs" in report["same without cache"].evidence
 
 
+def test_a_stream_that_loses_its_routes_is_a_warning():
+    class Loses(Fake):
+        async def generate(self, request, body):
+            self.sends_routes = not body.get("stream")
+            return await super().generate(request, body)
+
+    report = examine(Loses())
+    assert report.ok
+    assert report["streaming"].status == "warn"
+    assert "without the routes that the whole answer has" in report["streaming"].evidence
+
+
 def test_what_cannot_be_checked_is_skipped_with_the_reason():
     report = examine(Fake(sends_routes=False))
     skipped = {f.check: f.evidence for f in report.findings if f.status == "skipped"}
@@ -397,9 +409,11 @@ def test_routes_that_cannot_be_read_are_a_finding():
         ("vLLM", "0.16.0", ["vllm #35744", "vllm #28284"]),
         ("vLLM", "0.18.0", ["vllm #28284"]),
         ("vLLM", "0.21.0", ["vllm #38939"]),
-        ("vLLM", "0.22.0", ["vllm #44116, #54730"]),
-        ("vLLM", "0.26.0+cu130", ["vllm #44116, #54730"]),
-        ("vLLM", "0.27.0", []),
+        ("vLLM", "0.22.0", ["vllm #44116, #54730", "vllm #37094"]),
+        ("vLLM", "0.26.0+cu130", ["vllm #44116, #54730", "vllm #37094"]),
+        ("vLLM", "0.27.0", ["vllm #37094"]),
+        ("vLLM", "0.30.0", ["vllm #37094"]),
+        ("vLLM", "0.31.0", []),
         ("vLLM", "unknown", []),
         ("SGLang", "0.5.7", []),
         ("SGLang", "0.5.8.post1", ["strands-sglang #72, sglang #24851"]),
@@ -547,6 +561,8 @@ def test_real_vllm_is_healthy(vllm_url):
         "streaming",
     )
     assert [report[check].status for check in wanted] == ["ok"] * len(wanted), str(report)
+    # On a busy machine this version may lose a stream's routes, which the doctor then says: vllm #37094.
+    assert report["streaming"].status in ("ok", "warn"), str(report)
 
 
 @pytest.mark.vllm

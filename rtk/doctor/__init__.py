@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtk.doctor import _checks, _known_faults
+from rtk.doctor import _checks, _comparisons, _known_faults
 from rtk.doctor._known_faults import KNOWN_FAULTS, KnownFault
 from rtk.doctor._probe import CHAT, COMPLETIONS, NATIVE, SGLANG, SKYRL, Answer, Asked, Probe, fresh_salt
 from rtk.doctor.report import DoctorReport, Finding
@@ -166,7 +166,7 @@ async def _examine_routes(session: Session, probe: Probe, server: _Server) -> As
             yield Finding(name, "skipped", "no endpoint gave routes to look at")
     yield await _streaming(first, endpoint, session, probe)
     if isinstance(first, Answer):
-        yield _checks.logprobs(first)
+        yield _comparisons.logprobs(first)
     else:
         yield Finding("logprobs", "skipped", "no endpoint generated anything")
 
@@ -186,15 +186,15 @@ async def _with_routes(
         for name in _ROUTE_CHECKS[-3:]:
             yield Finding(name, "skipped", f"{trouble.check} failed, so a comparison would say nothing")
         return
-    yield _checks.repeat(
+    yield _comparisons.repeat(
         "same without cache", subject, await probe.generate(path, fresh_salt()), "a fresh cache salt"
     )
-    yield _checks.repeat(
+    yield _comparisons.repeat(
         "same with cache", subject, await probe.generate(path, salt), "the same prompt again"
     )
     if path == SGLANG:
         completion = await probe.generate(SGLANG, salt, offset)
-    yield _checks.start_offset(subject, completion, SGLANG if path == SGLANG else COMPLETIONS, offset)
+    yield _comparisons.start_offset(subject, completion, SGLANG if path == SGLANG else COMPLETIONS, offset)
 
 
 async def _streaming(first: Asked, endpoint: str, session: Session, probe: Probe) -> Finding:
@@ -209,7 +209,7 @@ async def _streaming(first: Asked, endpoint: str, session: Session, probe: Probe
     # A stream whose routes have other rows than its tokens is refused, which the row count says already.
     rows = len(probe.prompt) + len(whole.token_ids) - 1
     routes = whole.routes is not None and len(whole.routes) == rows
-    return _checks.streaming(whole, await probe.stream(salt, routes=routes), session.layout)
+    return _comparisons.streaming(whole, await probe.stream(salt, routes=routes), session.layout)
 
 
 def _has_routes(asked: Asked) -> bool:

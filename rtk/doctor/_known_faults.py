@@ -112,6 +112,16 @@ KNOWN_FAULTS = (
         symptom="not all zero",
     ),
     KnownFault(
+        product="vLLM",
+        since="0.22",
+        before="0.31",
+        reference="vllm #37094",
+        when="streams on a busy server: the last pieces are merged when nobody has fetched them yet",
+        looks_like="a stream whose last event has no routes, now and then",
+        remedy="ask without streaming where routes must come, or update to 0.31 or newer",
+        symptom="streaming",
+    ),
+    KnownFault(
         product="SGLang",
         since="0.5.8",
         before="0.5.12",
