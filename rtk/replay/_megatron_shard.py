@@ -107,19 +107,14 @@ def _config(chunk: torch.nn.Module) -> TransformerConfig:
 
 
 def _layout(config: TransformerConfig) -> ModelLayout:
-    frequency, count = config.moe_layer_freq, config.num_layers
     if not config.num_moe_experts:
         raise ShardError("num_moe_experts is not set: this is no MoE model")
-    if isinstance(frequency, int):
-        is_moe = [index % frequency == 0 for index in range(count)]
-    elif isinstance(frequency, list) and len(frequency) == count:
-        is_moe = [bool(entry) for entry in frequency]
-    else:
-        raise ShardError(
-            f"moe_layer_freq={frequency!r} does not say which of {count} layers are MoE layers: give the layout"
-        )
-    moe_layers = tuple(index for index, entry in enumerate(is_moe) if entry)
-    return ModelLayout(count, moe_layers, config.num_moe_experts, config.moe_router_topk)
+    return ModelLayout.from_megatron(
+        num_layers=config.num_layers,
+        num_experts=config.num_moe_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_layer_freq=config.moe_layer_freq,
+    )
 
 
 def _rank(chunk: torch.nn.Module, group: str, size: int) -> int:

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from rtk import ModelLayout
-from rtk.errors import ShardError
+from rtk.errors import LayoutError, ShardError
 from rtk.replay import Shard, session
 
 pytestmark = pytest.mark.megatron
@@ -215,8 +215,8 @@ def test_modules_that_contradict_themselves_or_the_layout(gloo, monkeypatch):
     ):
         with pytest.raises(ShardError, match=says):
             megatron.shard_of(chunks, layout)
-    monkeypatch.setattr(chunks[0].config, "moe_layer_freq", "([0]*1+[1]*7)")
-    with pytest.raises(ShardError, match="does not say which of 8 layers"):
+    monkeypatch.setattr(chunks[0].config, "moe_layer_freq", [0, 1])
+    with pytest.raises(LayoutError, match="moe_layer_freq"):
         megatron.shard_of(chunks)
     monkeypatch.setattr(chunks[0].config, "num_moe_experts", None)
     with pytest.raises(ShardError, match="no MoE model"):
