@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -24,6 +25,11 @@ _SKYRL_GENERATE = "/skyrl/v1/generate"
 _KEEP_ALIVE_S = 4.0
 # One SSE event carries a whole sequence's routes on a single line.
 _MAX_EVENT_BYTES = _wire.MAX_ROUTES_BYTES // 3 * 4 + 2**20
+
+
+# Sessions that a forked child found in its copy of the parent's memory. They are kept here: a session that
+# is dropped closes its connections, and these are the parent's.
+_inherited: list[aiohttp.ClientSession] = []
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class RemoteInferenceGenerator:
     """Sends one prompt of token ids and returns what was generated; SkyRL's generator, for any loop.
 
     The HTTP session is made on first use, and made again when the running event loop has changed (as it
-    does between two `asyncio.run` calls) or the session was closed. A generator pickles without it.
+    does between two `asyncio.run` calls), the session was closed, or the process has forked: a child never
+    touches its parent's connections. A generator pickles without it.
 
     Args:
         proxy_url: base address of the server, or of the proxy in front of several.
@@ -76,6 +83,7 @@ class RemoteInferenceGenerator:
         self.retry = retry
         self._session: aiohttp.ClientSession | None = None
         self._session_loop: asyncio.AbstractEventLoop | None = None
+        self._session_pid: int | None = None
 
     async def generate(
         self,
@@ -204,6 +212,7 @@ class RemoteInferenceGenerator:
 
     def _http(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
+        self._set_inherited_aside()
         if self._session is None or self._session.closed or self._session_loop is not loop:
             # A session of another loop cannot be closed from here: that loop may be gone.
             self._session = aiohttp.ClientSession(
@@ -212,10 +221,17 @@ class RemoteInferenceGenerator:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             )
             self._session_loop = loop
+            self._session_pid = os.getpid()
         return self._session
+
+    def _set_inherited_aside(self) -> None:
+        if self._session is not None and self._session_pid not in (None, os.getpid()):
+            _inherited.append(self._session)
+            self._session = self._session_loop = self._session_pid = None
 
     async def aclose(self) -> None:
         """Close the HTTP session. Never raises: a failure while closing is logged."""
+        self._set_inherited_aside()
         session, self._session, self._session_loop = self._session, None, None
         if session is None or session.closed:
             return
@@ -231,7 +247,7 @@ class RemoteInferenceGenerator:
         await self.aclose()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_session_loop": None}
+        return {**self.__dict__, "_session": None, "_session_loop": None, "_session_pid": None}
 
 
 class _NotJson(Exception):
