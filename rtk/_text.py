@@ -31,7 +31,8 @@ class TokenTexts:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a run of tokens."""
         body = {"model": self._model, "tokens": [int(t) for t in token_ids]}
-        text = (await self._generator.request("POST", "/detokenize", body)).get("prompt")
+        answer = await self._generator.request("POST", "/detokenize", body)
+        text = answer.get("prompt", answer.get("text"))  # vLLM's name for it, and SGLang's
         if not isinstance(text, str):
             raise PayloadError(f"{self._generator.proxy_url}/detokenize answered without a text")
         return text

@@ -12,23 +12,32 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from rtk import _wire
-from rtk.errors import PayloadError, RequestRejected, RoutesMissing, ServerFailed, ServerUnreachable
+from rtk.errors import (
+    LayoutError,
+    PayloadError,
+    RequestRejected,
+    RoutesMissing,
+    ServerFailed,
+    ServerUnreachable,
+)
+from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk, RemoteGenerateResult
+from rtk.wire import body as wire_body
+from rtk.wire import forms, routes
 
 _log = logging.getLogger(__name__)
 
+Server = Literal["vllm", "completions", "skyrl", "sglang"]
+_SERVERS = ("vllm", "completions", "skyrl", "sglang")
 _GENERATE = "/inference/v1/generate"
 _SKYRL_GENERATE = "/skyrl/v1/generate"
 # uvicorn closes an idle connection after 5 s; giving it up sooner ourselves means never writing a
 # request into a socket that the server has just closed.
 _KEEP_ALIVE_S = 4.0
 # One SSE event carries a whole sequence's routes on a single line.
-_MAX_EVENT_BYTES = _wire.MAX_ROUTES_BYTES // 3 * 4 + 2**20
+_MAX_EVENT_BYTES = routes.MAX_ROUTES_BYTES // 3 * 4 + 2**20
 
-
-# Sessions that a forked child found in its copy of the parent's memory. They are kept here: a session that
-# is dropped closes its connections, and these are the parent's.
+# Sessions that a forked child got from its parent, kept so that nothing ever closes them there.
 _inherited: list[aiohttp.ClientSession] = []
 
 
@@ -53,14 +62,16 @@ class RemoteInferenceGenerator:
     """Sends one prompt of token ids and returns what was generated; SkyRL's generator, for any loop.
 
     The HTTP session is made on first use, and made again when the running event loop has changed (as it
-    does between two `asyncio.run` calls), the session was closed, or the process has forked: a child never
-    touches its parent's connections. A generator pickles without it.
+    does between two `asyncio.run` calls) or the session was closed. A generator pickles without it.
 
     Args:
         proxy_url: base address of the server, or of the proxy in front of several.
         model_name: sent as `model`; None lets the server use its only one.
-        server: "vllm" asks `/inference/v1/generate` for everything. "skyrl" asks `/skyrl/v1/generate`
-            when routed experts are wanted, as SkyRL's own client does, and vLLM's endpoint otherwise.
+        server: "vllm" asks `/inference/v1/generate` for everything; "completions" asks `/v1/completions`,
+            for a vLLM without --enable-scale-out; "skyrl" asks `/skyrl/v1/generate` when routed experts
+            are wanted, as SkyRL's own client does, and vLLM's endpoint otherwise; "sglang" asks
+            `/generate`. See `can_stream` for what they stream.
+        layout: the model's layers; SGLang's routes need it, since they come without their shape.
         headers: sent with each request, for example an Authorization header.
         retry: when a request is sent again.
     """
@@ -70,15 +81,17 @@ class RemoteInferenceGenerator:
         proxy_url: str,
         model_name: str | None = None,
         *,
-        server: Literal["vllm", "skyrl"] = "vllm",
+        server: Server = "vllm",
+        layout: ModelLayout | None = None,
         headers: Mapping[str, str] | None = None,
         retry: RetryPolicy = RetryPolicy(),
     ) -> None:
-        if server not in ("vllm", "skyrl"):
-            raise ValueError(f"server is {server!r}; it is 'vllm' or 'skyrl'")
+        if server not in _SERVERS:
+            raise ValueError(f"server is {server!r}; it is one of {', '.join(map(repr, _SERVERS))}")
         self.proxy_url = proxy_url.rstrip("/")
         self.model_name = model_name
-        self.server = server
+        self.server: Server = server
+        self.layout = layout
         self.headers = dict(headers or {})
         self.retry = retry
         self._session: aiohttp.ClientSession | None = None
@@ -100,7 +113,8 @@ class RemoteInferenceGenerator:
 
         Args:
             token_ids: the prompt, as the model's token ids.
-            sampling_params: vLLM's sampling parameters (`max_tokens`, `temperature`, `logprobs`, ...).
+            sampling_params: vLLM's sampling parameters (`max_tokens`, `temperature`, `logprobs`, ...), whatever
+                the server; SGLang is sent its own names for them.
             routed_experts: whether the routes must come back.
             session_id: sent as X-Session-ID, for routers that keep a conversation on one server.
             cache_salt: keeps the prefix cache apart from that of other salts.
@@ -114,16 +128,74 @@ class RemoteInferenceGenerator:
             PayloadError: the answer is not of the documented form.
             RoutesMissing: routes were asked for, and the answer has none.
         """
-        path = _SKYRL_GENERATE if routed_experts and self.server == "skyrl" else _GENERATE
-        body = _request_body(token_ids, sampling_params, self.model_name, cache_salt, features)
+        form = self._form(routed_experts)
+        if on_chunk is not None and not self.can_stream(routed_experts):
+            raise ValueError(
+                f"server={self.server!r} cannot stream this: vLLM's completions send no routes in a stream, and "
+                "SGLang's streams are not read here. Leave out on_chunk"
+            )
+        body = form.body(token_ids, sampling_params, routed_experts=routed_experts)
+        # Servers reject some of these as null, so what is not set is not sent.
+        optional = {"model": self.model_name, "cache_salt": cache_salt, "features": features}
+        body |= {name: value for name, value in optional.items() if value is not None}
         headers = {} if session_id is None else {"X-Session-ID": session_id}
         if on_chunk is None:
-            payload = await self.request("POST", path, body, headers=headers)
-            choice, request_id = _only_choice(payload), payload.get("request_id")
-            chunk = _wire.decode_chunk(choice)
+            payload: Mapping[str, Any] = await self.request("POST", form.path, body, headers=headers)
+            choice = form.choice(payload)
+            chunk = form.chunk(choice)
         else:
-            chunk, choice, request_id = await self._stream(path, body, headers, on_chunk)
-        return _result(chunk, choice, request_id, len(token_ids), routed_experts, self.proxy_url)
+            chunk, choice, payload = await self._stream(form, body, headers, on_chunk)
+        return RemoteGenerateResult(
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            stop_reason=str(form.finish_reason(choice)),
+            routed_experts=self._routes(form, payload, choice, len(token_ids), len(chunk.token_ids))
+            if routed_experts
+            else None,
+            request_id=form.request_id(payload),
+        )
+
+    def can_stream(self, routed_experts: bool) -> bool:
+        """Whether `generate` takes on_chunk, with routes or without."""
+        return self.server in ("vllm", "skyrl") or (self.server == "completions" and not routed_experts)
+
+    def _form(self, routed_experts: bool) -> forms.Form:
+        if self.server == "sglang":
+            if routed_experts and self.layout is None:
+                raise LayoutError(
+                    "SGLang sends routes without their shape: give the generator the model's layout, for example "
+                    "layout=rtk.ModelLayout.from_config('path/to/config.json')"
+                )
+            return forms.SglangGenerate(self.layout)
+        if self.server == "completions":
+            return forms.Completions()
+        if self.server == "skyrl" and routed_experts:
+            return forms.VllmGenerate(_SKYRL_GENERATE)
+        return forms.VllmGenerate(_GENERATE)
+
+    def _routes(
+        self,
+        form: forms.Form,
+        payload: Mapping[str, Any],
+        choice: Mapping[str, Any],
+        prompt_tokens: int,
+        generated_tokens: int,
+    ) -> routes.Routes:
+        decoded = form.routed_experts(payload, choice)
+        if decoded is None:
+            raise RoutesMissing(
+                f"{self.proxy_url} sent no routed experts. Start vLLM or SGLang with --enable-return-routed-experts "
+                "(vLLM with --enable-scale-out too), the embedded server without --no-routed-experts; a model "
+                "without MoE layers has none to send"
+            )
+        expected = prompt_tokens + generated_tokens - 1
+        if len(decoded) != expected:
+            raise PayloadError(
+                f"{self.proxy_url} sent routes of {len(decoded)} tokens for {prompt_tokens} prompt and "
+                f"{generated_tokens} generated tokens; {expected} rows are expected, since the last token was never "
+                "forwarded"
+            )
+        return decoded
 
     async def request(
         self,
@@ -155,28 +227,28 @@ class RemoteInferenceGenerator:
 
     async def _stream(
         self,
-        path: str,
+        form: forms.Form,
         body: Mapping[str, Any],
         headers: Mapping[str, str],
         on_chunk: Callable[[GenerateChunk], None],
-    ) -> tuple[GenerateChunk, Mapping[str, Any], str | None]:
-        url = self.proxy_url + path
+    ) -> tuple[GenerateChunk, Mapping[str, Any], Mapping[str, Any]]:
+        url = self.proxy_url + form.path
         token_ids: list[int] = []
         logprobs: list[float] | None = None
-        last: Mapping[str, Any] | None = None
-        request_id: str | None = None
+        event: Mapping[str, Any] = {}
+        choice: Mapping[str, Any] | None = None
         async for event in self._events(url, {**body, "stream": True}, headers):
-            last, request_id = _only_choice(event), event.get("request_id")
-            chunk = _wire.decode_chunk(last)
+            choice = form.choice(event)
+            chunk = form.chunk(choice)
             token_ids += chunk.token_ids
             if chunk.logprobs is not None:
                 logprobs = (logprobs or []) + chunk.logprobs
             on_chunk(chunk)
-        if last is None or last.get("finish_reason") is None:
+        if choice is None or form.finish_reason(choice) is None:
             raise PayloadError(
                 f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason"
             )
-        return GenerateChunk(token_ids, logprobs), last, request_id
+        return GenerateChunk(token_ids, logprobs), choice, event
 
     async def _events(
         self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -212,7 +284,10 @@ class RemoteInferenceGenerator:
 
     def _http(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
-        self._set_inherited_aside()
+        if self._session is not None and self._session_pid != os.getpid():
+            # A fork copied it. Its sockets are the parent's, which even forgetting it would disturb.
+            _inherited.append(self._session)
+            self._session = None
         if self._session is None or self._session.closed or self._session_loop is not loop:
             # A session of another loop cannot be closed from here: that loop may be gone.
             self._session = aiohttp.ClientSession(
@@ -224,16 +299,13 @@ class RemoteInferenceGenerator:
             self._session_pid = os.getpid()
         return self._session
 
-    def _set_inherited_aside(self) -> None:
-        if self._session is not None and self._session_pid not in (None, os.getpid()):
-            _inherited.append(self._session)
-            self._session = self._session_loop = self._session_pid = None
-
     async def aclose(self) -> None:
         """Close the HTTP session. Never raises: a failure while closing is logged."""
-        self._set_inherited_aside()
         session, self._session, self._session_loop = self._session, None, None
         if session is None or session.closed:
+            return
+        if self._session_pid not in (None, os.getpid()):
+            _inherited.append(session)
             return
         try:
             await session.close()
@@ -247,7 +319,7 @@ class RemoteInferenceGenerator:
         await self.aclose()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_session_loop": None, "_session_pid": None}
+        return {**self.__dict__, "_session": None, "_session_loop": None}
 
 
 class _NotJson(Exception):
@@ -259,25 +331,9 @@ class _NotJson(Exception):
         super().__init__(f"HTTP {status} with a body that is no JSON object: {start!r}")
 
 
-def _request_body(
-    token_ids: Sequence[int],
-    sampling_params: Mapping[str, Any],
-    model_name: str | None,
-    cache_salt: str | None,
-    features: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "sampling_params": dict(sampling_params),
-        "token_ids": [int(t) for t in token_ids],
-    }
-    # Servers reject some of these as null, so what is not set is not sent.
-    optional = {"model": model_name, "cache_salt": cache_salt, "features": features}
-    return body | {name: value for name, value in optional.items() if value is not None}
-
-
 def _json_object(raw: bytes, status: int, url: str) -> dict[str, Any]:
     try:
-        payload = json.loads(raw)
+        payload = wire_body.parse(raw)
     except ValueError:
         payload = None
     if 400 <= status < 500:
@@ -315,7 +371,7 @@ def _hint(url: str, status: int) -> str:
 
 def _event(data: bytes, url: str) -> dict[str, Any]:
     try:
-        event = json.loads(data)
+        event = wire_body.parse(data)
     except ValueError as error:
         raise PayloadError(f"{url}: an event of the stream is no JSON: {data[:200]!r}") from error
     if not isinstance(event, dict):
@@ -337,48 +393,6 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             seen = 0
         if len(pending) > _MAX_EVENT_BYTES:
             raise PayloadError(f"a line of the stream is longer than {_MAX_EVENT_BYTES} bytes")
-
-
-def _only_choice(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = payload.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        count = len(choices) if isinstance(choices, list) else "no"
-        raise PayloadError(
-            f"the answer has {count} choices; one request generates one sequence, so leave n at 1"
-        )
-    return choices[0]
-
-
-def _result(
-    chunk: GenerateChunk,
-    choice: Mapping[str, Any],
-    request_id: str | None,
-    prompt_tokens: int,
-    routed_experts: bool,
-    url: str,
-) -> RemoteGenerateResult:
-    routes = None
-    if routed_experts:
-        if choice.get("routed_experts") is None:
-            raise RoutesMissing(
-                f"{url} sent no routed experts. Start vLLM with --enable-return-routed-experts "
-                "(and --enable-scale-out), the embedded server without --no-routed-experts; a model without "
-                "MoE layers has none to send"
-            )
-        routes = _wire.decode_routed_experts(choice["routed_experts"])
-        expected = prompt_tokens + len(chunk.token_ids) - 1
-        if len(routes) != expected:
-            raise PayloadError(
-                f"{url} sent routes of {len(routes)} tokens for {prompt_tokens} prompt and {len(chunk.token_ids)} "
-                f"generated tokens; {expected} rows are expected, since the last token was never forwarded"
-            )
-    return RemoteGenerateResult(
-        token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
-        stop_reason=str(choice.get("finish_reason")),
-        routed_experts=routes,
-        request_id=request_id,
-    )
 
 
 def _is_transient(error: Exception) -> bool:

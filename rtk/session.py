@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rtk import loops
 from rtk._text import TokenTexts
-from rtk.errors import LayoutError, PayloadError, RequestRejected, UnknownModel
-from rtk.generator import RemoteInferenceGenerator, RetryPolicy
+from rtk.errors import LayoutError, PayloadError, RequestRejected, ServerFailed, UnknownModel
+from rtk.generator import RemoteInferenceGenerator, RetryPolicy, Server
 from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk, RemoteGenerateResult
 from rtk.trace import RouteTrace
@@ -95,7 +95,8 @@ class Session:
             top_p: sample from the smallest set of tokens that holds this much probability.
             seed: makes sampling repeatable.
             routes: whether to fetch the routed experts and build the trace.
-            on_text: called with the text generated so far as it grows, in the caller's thread.
+            on_text: called with the text generated so far as it grows, in the caller's thread; once, at the
+                end, where the server cannot stream routes.
             source: added to the trace's own `source`, for example {"domain": "french"}.
 
         Raises:
@@ -195,6 +196,10 @@ class Session:
         self, prompt_ids: list[int], settings: dict[str, Any], routes: bool, send_text: Callable[[str], None]
     ) -> RemoteGenerateResult:
         """Turn tokens into text beside the stream; where that falls behind, texts in between are skipped."""
+        if not self._generator.can_stream(routes):
+            result = await self._generate(prompt_ids, settings, routes, None)
+            send_text(await self._texts.decode(result.token_ids))
+            return result
         token_ids: list[int] = []
         grew = asyncio.Event()
 
@@ -258,7 +263,7 @@ def connect(
     model: str | None = None,
     layout: ModelLayout | None = None,
     api_key: str | None = None,
-    server: Literal["vllm", "skyrl"] = "vllm",
+    server: Server | None = None,
 ) -> Session:
     """Connect to a running server, asking it at once for its version and models.
 
@@ -268,7 +273,8 @@ def connect(
         layout: the model's layers and routers. Left out, it is read from the model's config where the
             server names a folder that this machine can read.
         api_key: sent as a bearer token.
-        server: see `RemoteInferenceGenerator`.
+        server: see `RemoteInferenceGenerator`. Left out, it is found out by the routes that the server has:
+            SkyRL's endpoint, vLLM's generate, SGLang's model info, and else the OpenAI completions.
 
     Raises:
         ServerUnreachable: nothing answers there.
@@ -284,25 +290,27 @@ async def _connect(
     model: str | None,
     layout: ModelLayout | None,
     api_key: str | None,
-    server: Literal["vllm", "skyrl"],
+    server: Server | None,
 ) -> Session:
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    generator = RemoteInferenceGenerator(url, model, server=server, headers=headers, retry=_SAMPLE_RETRY)
+    generator = RemoteInferenceGenerator(url, model, headers=headers, retry=_SAMPLE_RETRY)
     try:
         models = await generator.request("GET", "/v1/models", retry=_ASK_ONCE)
         card = _choose_model(models, model, generator.proxy_url)
         version = await _version(generator)
+        generator.server = server or await _kind(generator)
     except BaseException:
         await generator.aclose()
         raise
     generator.model_name = card["id"]
+    generator.layout = layout or _layout_of(card)
     max_model_len = card.get("max_model_len")
     return Session(
         generator,
         model=card["id"],
         server_version=version,
         max_model_len=max_model_len if isinstance(max_model_len, int) else None,
-        layout=layout or _layout_of(card),
+        layout=generator.layout,
     )
 
 
@@ -312,6 +320,28 @@ async def _version(generator: RemoteInferenceGenerator) -> str:
     except RequestRejected:
         return "unknown"  # proxies often serve the model routes alone
     return str(answer.get("version", "unknown"))
+
+
+async def _kind(generator: RemoteInferenceGenerator) -> Server:
+    """Which form of generate request the server takes.
+
+    A path that takes POST alone answers a GET with 405; one that does not exist, with 404.
+    """
+    if await _exists(generator, "/skyrl/v1/generate"):
+        return "skyrl"
+    if await _exists(generator, "/inference/v1/generate"):
+        return "vllm"
+    return "sglang" if await _exists(generator, "/get_model_info") else "completions"
+
+
+async def _exists(generator: RemoteInferenceGenerator, path: str) -> bool:
+    try:
+        await generator.request("GET", path, retry=_ASK_ONCE)
+    except RequestRejected as error:
+        return error.status == 405
+    except (ServerFailed, PayloadError):
+        return False
+    return True
 
 
 def _choose_model(models: Mapping[str, Any], wanted: str | None, url: str) -> Mapping[str, Any]:

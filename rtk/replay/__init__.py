@@ -7,8 +7,20 @@ rollout's routers chose. `expand` prepares the tensors, `check` says whether the
 """
 
 from rtk.replay._verify import StageResult, verify
-from rtk.replay.check import Finding, ReplayReport, check
+from rtk.replay.check import check
 from rtk.replay.expand import ExpandedRoutes, expand
+from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
 
-__all__ = ["ExpandedRoutes", "Finding", "ReplayReport", "Shard", "StageResult", "check", "expand", "verify"]
+__all__ = [
+    "Agreement",
+    "ExpandedRoutes",
+    "Finding",
+    "Hypothesis",
+    "ReplayReport",
+    "Shard",
+    "StageResult",
+    "check",
+    "expand",
+    "verify",
+]

@@ -2,303 +2,304 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rtk.errors import ShardError
-from rtk.replay.expand import ExpandedRoutes, expand
+from rtk.errors import ShardError, TraceError
+from rtk.layout import ModelLayout
+from rtk.replay import _checks
+from rtk.replay._diagnose import Diagnosis, diagnose
+from rtk.replay._orders import Tokens, other_orders, tokens_of
+from rtk.replay._regions import MIN_AGREEMENT
+from rtk.replay._sides import Ids, Sides
+from rtk.replay.expand import expand
+from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
+from rtk.usage import as_traces
 
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        check: the check's name.
-        passed: whether it passed.
-        evidence: what was seen; for a failure also where it first goes wrong and what to change.
-        layer_number: the Megatron layer number (1-based) at which it first fails; None where the check
-            passed or is not about a layer.
-    """
-
-    check: str
-    passed: bool
-    evidence: str
-    layer_number: int | None = None
-
-
-@dataclass(frozen=True)
-class ReplayReport:
-    """All findings for one shard. Prints as a table, in a terminal and in a notebook.
-
-    Attributes:
-        shard: the shard that was checked.
-        findings: in the order in which the checks ran; a check that an earlier failure makes meaningless
-            is left out.
-    """
-
-    shard: Shard
-    findings: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        """True when every check passed."""
-        return all(finding.passed for finding in self.findings)
-
-    @property
-    def summary(self) -> str:
-        """The outcome in one sentence."""
-        if self.ok:
-            routers = len(self.shard.router_layer_numbers)
-            return f"{self.shard}: lined up ({routers} routers, {len(self.findings)} checks passed)"
-        failed = [finding.check for finding in self.findings if not finding.passed]
-        return f"{self.shard}: NOT lined up ({', '.join(failed)})"
-
-    def raise_for_faults(self) -> None:
-        """Stop a training script on the first sign of trouble.
-
-        Raises:
-            ShardError: a check failed; the message is the whole table.
-        """
-        if not self.ok:
-            raise ShardError(str(self))
-
-    def __str__(self) -> str:
-        width = max(len(finding.check) for finding in self.findings)
-        lines = [self.summary]
-        for finding in self.findings:
-            lines.append(
-                f"  {'ok  ' if finding.passed else 'FAIL'}  {finding.check:{width}}  {finding.evidence}"
-            )
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{'✓' if f.passed else '<b>✗ fail</b>'}</td>"
-            f"<td style='text-align:left'>{html.escape(f.check)}</td>"
-            f"<td style='text-align:left'>{html.escape(f.evidence)}</td></tr>"
-            for f in self.findings
-        )
-        return (
-            f"<p><b>{html.escape(self.summary)}</b></p>"
-            f"<table><tr><th></th><th style='text-align:left'>check</th><th style='text-align:left'>evidence</th></tr>"
-            f"{rows}</table>"
-        )
+Traces = RouteTrace | Iterable[RouteTrace]
 
 
 def check(
-    trace: RouteTrace,
+    traces: Traces,
     shard: Shard,
     *,
+    batch: Any = None,
     tensors: Sequence[npt.ArrayLike] | None = None,
     layer_numbers: Sequence[int] | None = None,
     tokens: int | None = None,
+    recorded: Mapping[int, npt.ArrayLike] | None = None,
+    reference: Traces | None = None,
+    others: Mapping[str, Traces] | None = None,
+    groups: tuple[int, int] | None = None,
+    min_agreement: float = MIN_AGREEMENT,
 ) -> ReplayReport:
-    """Check that routes line up with a shard's routers.
+    """Check that routes line up with a shard's routers, and find out why where they do not.
 
     Args:
-        trace: what the rollout recorded.
-        shard: the pipeline stage that will replay it.
-        tensors: the arrays `[tokens, top_k]` that a trainer is about to install, in its order of routers.
+        traces: what the rollout recorded: one trace, or those of one microbatch.
+        shard: the shard that will replay it.
+        batch: how the traces become the model's input, an `rtk.replay.Batch`. Left out, the traces stand one
+            after the other without padding.
+        tensors: the arrays `[rows, top_k]` that a trainer is about to install, in its order of routers.
             Left out, those of `rtk.replay.expand` are checked.
         layer_numbers: Megatron layer numbers of the live routers, in order of construction, as
             `rtk.replay.megatron.router_layer_numbers` reads them. Left out, the shard's own rule is used.
-        tokens: how many tokens the shard will forward. Left out, the trace's rows.
+        tokens: how many tokens the shard will forward. Left out, the rows of the traces or of the batch.
+        recorded: for each layer number the ids `[rows, top_k]` that the shard's own routers chose for these
+            tokens (Megatron's RECORD), in the shard's token order.
+        reference: another engine's traces of the same tokens, in the same order.
+        others: traces of other microbatches or steps under a name, to recognise routes that were left over.
+        groups: (number of groups, groups a row may use) where the router is group-limited: `n_group` and
+            `topk_group` of a DeepSeek config, `moe_router_num_groups` and `moe_router_group_topk` of Megatron's.
+        min_agreement: with `recorded` or `reference`, the share of routers of a layer, or of a span of tokens,
+            that must choose the same set of experts. R3 (arXiv 2510.11370) reports about 0.9 for correct engines.
 
     Returns:
         A report; faults in the routes are findings in it and raise nothing.
 
     Raises:
-        ShardError: the shard is of another model than the trace, so that there is nothing to compare.
+        ShardError: the shard is of another model than the traces, or `recorded` or `groups` do not fit it, so
+            that there is nothing to compare.
+        TraceError: `reference` holds other tokens than the traces.
     """
-    expected = expand(trace, shard)
-    live_numbers = tuple(expected.layer_numbers if layer_numbers is None else map(int, layer_numbers))
-    arrays = [np.asarray(t) for t in (expected.tensors if tensors is None else tensors)]
-    rows = trace.rows if tokens is None else tokens
-    return ReplayReport(shard, tuple(_findings(trace, shard, expected, arrays, live_numbers, rows)))
+    several = as_traces(traces)
+    for trace in several:
+        if trace.layout != shard.layout:
+            raise ShardError(
+                f"the shard is of a model with {shard.layout}, the trace of one with {trace.layout}"
+            )
+    place = tokens_of(several, shard, batch)
+    live = tuple(shard.router_layer_numbers if layer_numbers is None else map(int, layer_numbers))
+    if tensors is None:
+        tensors = _expanded(several, shard, batch)
+    arrays = [np.asarray(tensor) for tensor in tensors]
+    rows = len(place.token) if tokens is None else tokens
+    findings = list(_alone(several, shard, place, live, arrays, rows, groups))
+    task = _Task(
+        several, shard, place, batch, live, {name: as_traces(t) for name, t in (others or {}).items()}
+    )
+    agreement: Agreement | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
+    for name, what, sides in task.comparisons(arrays, recorded, reference):
+        found = diagnose(sides, min_agreement=min_agreement)
+        findings.append(_told(name, what, sides, found))
+        agreement = Agreement(what, sides.layer_numbers, sides.same, sides.compared)
+        if found is not None:
+            hypotheses = found.hypotheses
+            break  # the next comparison would only show the same fault through other eyes
+    findings += _padding(shard, place, live, arrays)
+    return ReplayReport(shard, tuple(findings), agreement, hypotheses)
 
 
-def _findings(
-    trace: RouteTrace,
-    shard: Shard,
-    expected: ExpandedRoutes,
-    arrays: Sequence[npt.NDArray[Any]],
-    live_numbers: tuple[int, ...],
-    rows: int,
+def _padding(
+    shard: Shard, place: Tokens, live: tuple[int, ...], arrays: Sequence[npt.NDArray[Any]]
 ) -> Iterator[Finding]:
-    yield _layer_numbers(shard, live_numbers)
-    yield _dense_rows(trace)
-    count = _count(arrays, live_numbers)
+    """Last, since rows that are out of place make padding of tokens."""
+    if shard.expert_size > 1 and place.padding.any() and len(arrays) == len(live):
+        numbered = [
+            (number, array)
+            for number, array in zip(live, arrays, strict=True)
+            if array.shape == (len(place.padding), shard.layout.top_k) and array.dtype.kind in "iu"
+        ]
+        yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding)
+
+
+def _expanded(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> Sequence[Ids]:
+    if batch is not None:
+        return expand(traces, shard, batch=batch).tensors
+    parts = [expand(trace, shard).tensors for trace in traces]
+    return [np.concatenate(of_layer) for of_layer in zip(*parts, strict=True)]
+
+
+def _alone(
+    traces: Sequence[RouteTrace],
+    shard: Shard,
+    place: Tokens,
+    live: tuple[int, ...],
+    arrays: Sequence[npt.NDArray[Any]],
+    rows: int,
+    groups: tuple[int, int] | None,
+) -> Iterator[Finding]:
+    """The checks that look at one side only."""
+    layout = shard.layout
+    yield _checks.layer_numbers(shard, live)
+    yield _checks.dense_rows(traces, layout)
+    count = _checks.count(arrays, live)
     yield count
     if not count.passed:
         return  # which array belongs to which router is unknown, so every later evidence would mislead
-    numbered = list(zip(live_numbers, arrays, strict=True))
-    shape = _shape(numbered, rows, shard.layout.top_k)
+    numbered = list(zip(live, arrays, strict=True))
+    shape = _checks.shape(numbered, rows, layout.top_k)
     yield shape
     if not shape.passed:
         return
-    yield _range(numbered, shard.layout.num_experts)
-    yield _not_zero(numbered)
-    yield _distinct(numbered)
-    yield _same_as_trace(numbered, trace)
+    # The shard may forward more rows than there are routes for; those are said to be padding by nobody.
+    real, prompt = np.ones(rows, bool), np.zeros(rows, bool)
+    known = min(rows, len(place.padding))
+    real[:known], prompt[:known] = ~place.padding[:known], place.prompt_rows[:known]
+    yield _checks.expert_range(numbered, layout.num_experts, [t.routed_experts.dtype for t in traces])
+    yield _checks.not_zero(numbered, layout.num_experts, prompt, real)
+    yield _checks.distinct(numbered, layout.num_experts, real)
+    yield _checks.moving(traces)
+    if groups is not None:
+        yield _checks.groups(numbered, layout.num_experts, *_valid_groups(groups, layout), real)
 
 
-def _layer_numbers(shard: Shard, live: tuple[int, ...]) -> Finding:
-    name = "layer numbers"
-    wanted = shard.router_layer_numbers
-    if live == wanted:
-        return Finding(name, True, f"routers of layers {_listed(live)}")
-    wrong = next((a for a, b in zip(live, wanted, strict=False) if a != b), None)
-    return Finding(
-        name,
-        False,
-        f"the live routers are of layers {_listed(live)}, while {shard} of this model holds "
-        f"{_listed(wanted)}: check the pipeline rank and the dense layers {_listed(_dense_numbers(shard))}",
-        wrong,
-    )
+@dataclass(frozen=True)
+class _Task:
+    """What there is to compare with what."""
 
+    traces: Sequence[RouteTrace]
+    shard: Shard
+    place: Tokens
+    batch: Any
+    live: tuple[int, ...]
+    others: Mapping[str, Sequence[RouteTrace]]
 
-def _dense_rows(trace: RouteTrace) -> Finding:
-    name = "dense layers empty"
-    for layer in trace.layout.dense_layers:
-        filled = int(trace.routed_experts[:, layer].any(axis=-1).sum())
-        if filled:
-            return Finding(
-                name,
-                False,
-                f"dense layer {layer + 1} has routes in {filled} of {trace.rows} rows: the layers are shifted, "
-                "or the layout names the wrong layers as dense",
-                layer + 1,
+    def comparisons(
+        self,
+        arrays: Sequence[npt.NDArray[Any]],
+        recorded: Mapping[int, npt.ArrayLike] | None,
+        reference: Traces | None,
+    ) -> Iterator[tuple[str, str, Sides]]:
+        """A name, what it is compared with, and both sides: exact copies first."""
+        top_k, token = self.shard.layout.top_k, self.place.token
+        if len(arrays) == len(self.live) and all(
+            a.shape == (len(token), top_k) and a.dtype.kind in "iu" for a in arrays
+        ):
+            # A live number may be one that the model does not have; the check of layer numbers reports that.
+            known = [i for i, number in enumerate(self.live) if number - 1 in self.shard.layout.moe_layers]
+            sides = self._sides([self.live[i] for i in known], [arrays[i] for i in known], token, exact=True)
+            yield "routes of that layer", "the trace", sides
+        if recorded is not None:
+            numbers = [number for number in self.shard.router_layer_numbers if number in recorded]
+            own = [self._record(number, recorded[number]) for number in numbers]
+            if not numbers:
+                raise ShardError(
+                    f"recorded holds layers {sorted(recorded)}, {self.shard} has routers of layers "
+                    f"{list(self.shard.router_layer_numbers)}: give it by Megatron's layer numbers"
+                )
+            yield "agreement with the record", "the shard's own record", self._sides(numbers, own, token)
+        if reference is not None:
+            numbers = list(self.shard.router_layer_numbers)
+            other = self._reference(as_traces(reference))
+            sides = self._sides(
+                numbers, [other[:, number - 1] for number in numbers], np.arange(len(other)), plain=True
             )
-    return Finding(
-        name, True, f"dense layers {_listed(d + 1 for d in trace.layout.dense_layers)} have no routes"
-    )
+            yield "agreement with the reference", "the reference trace", sides
 
+    def _sides(
+        self,
+        numbers: Sequence[int],
+        observed: Sequence[Ids],
+        token: npt.NDArray[np.int64],
+        *,
+        exact: bool = False,
+        plain: bool = False,
+    ) -> Sides:
+        return Sides(
+            tuple(numbers), tuple(observed), _layers(self.traces), token, self.place.sample, self.place.prompt,
+            orders=() if plain else tuple(other_orders(self.traces, self.shard, self.batch, token)),
+            others={name: _layers(traces) for name, traces in self.others.items()},
+            exact=exact,
+        )  # fmt: skip
 
-def _count(arrays: Sequence[npt.NDArray[Any]], live: tuple[int, ...]) -> Finding:
-    if len(arrays) == len(live):
-        return Finding("router count", True, f"{len(arrays)} tensors for {len(live)} routers")
-    return Finding(
-        "router count",
-        False,
-        f"{len(arrays)} tensors for {len(live)} routers (layers {_listed(live)}): "
-        "give one tensor for each local MoE layer, and none for a dense layer",
-    )
-
-
-def _shape(numbered: list[tuple[int, npt.NDArray[Any]]], rows: int, top_k: int) -> Finding:
-    name = "token rows"
-    for number, array in numbered:
-        if array.dtype.kind not in "iu":
-            return Finding(
-                name, False, f"layer {number} has dtype {array.dtype}; ids are whole numbers", number
+    def _record(self, number: int, ids: npt.ArrayLike) -> Ids:
+        array = np.asarray(ids)
+        wanted = (len(self.place.token), self.shard.layout.top_k)
+        if array.shape != wanted or array.dtype.kind not in "iu":
+            raise ShardError(
+                f"recorded[{number}] is {array.dtype} {list(array.shape)}; ids of this shard's tokens are whole numbers "
+                f"{list(wanted)}: record the microbatch that the traces and the batch describe"
             )
-        if array.shape != (rows, top_k):
-            hint = ""
-            if array.ndim == 2 and array.shape[0] == rows - 1:
-                hint = ": the last sampled token has no routes; forward token_ids[:-1]"
-            return Finding(
-                name,
-                False,
-                f"layer {number} has shape {list(array.shape)}, the shard forwards [{rows} tokens, top-{top_k}]{hint}",
-                number,
-            )
-    return Finding(name, True, f"{rows} rows of top-{top_k}")
+        return array
+
+    def _reference(self, traces: Sequence[RouteTrace]) -> Ids:
+        if len(traces) != len(self.traces):
+            raise TraceError(f"{len(traces)} reference traces for {len(self.traces)} traces")
+        parts = []
+        for number, (own, other) in enumerate(zip(self.traces, traces, strict=True)):
+            if other.layout != own.layout or not np.array_equal(
+                own.token_ids[: own.rows], other.token_ids[: own.rows]
+            ):
+                raise TraceError(
+                    f"reference trace {number} is of other tokens or of another model than the trace"
+                )
+            # One of the two may have forwarded its last token as well.
+            if other.rows < own.rows:
+                raise TraceError(
+                    f"reference trace {number} has {other.rows} rows, the trace {own.rows}: swap them, or cut the trace"
+                )
+            parts.append(other.routed_experts[: own.rows].astype(np.int64))
+        return np.concatenate(parts)
 
 
-def _range(numbered: list[tuple[int, npt.NDArray[Any]]], num_experts: int) -> Finding:
-    name = "expert range"
-    for number, array in numbered:
-        bad = (array < 0) | (array >= num_experts)
-        if bad.any():
-            row, slot = np.argwhere(bad)[0]
-            return Finding(
-                name,
-                False,
-                f"layer {number}, row {row}: expert {array[row, slot]} of {num_experts} ({int(bad.any(1).sum())} rows "
-                "are out of range): ids past the experts are physical ids of a load balancer (EPLB), or "
-                "belong to another model",
-                number,
-            )
-    return Finding(name, True, f"all ids lie in 0..{num_experts - 1}")
+def _layers(traces: Sequence[RouteTrace]) -> dict[int, Ids]:
+    return {
+        layer + 1: np.concatenate([trace.routed_experts[:, layer] for trace in traces])
+        for layer in traces[0].layout.moe_layers
+    }
 
 
-def _not_zero(numbered: list[tuple[int, npt.NDArray[Any]]]) -> Finding:
-    name = "not all zero"
-    for number, array in numbered:
-        zero = (array == 0).all(axis=1)
-        # Experts of a row are distinct, so with top-2 and more a row of zeros cannot be real. With top-1
-        # it can: every token at expert 0. Only a whole layer of it is then suspicious.
-        impossible = zero if array.shape[1] > 1 else np.full(len(zero), bool(zero.all()))
-        if impossible.any():
-            bad = np.flatnonzero(impossible)
-            return Finding(
-                name,
-                False,
-                f"layer {number}: {len(bad)} of {len(zero)} rows are all 0, from row {bad[0]} on: the server did "
-                "not capture them",
-                number,
-            )
-    return Finding(name, True, "no row is all 0")
+def _valid_groups(groups: tuple[int, int], layout: ModelLayout) -> tuple[int, int]:
+    number, used = groups
+    if number < 1 or layout.num_experts % number or not 1 <= used <= number:
+        raise ShardError(
+            f"groups={groups}: {layout.num_experts} experts do not divide into {number} groups of which {used} are used"
+        )
+    return groups
 
 
-def _distinct(numbered: list[tuple[int, npt.NDArray[Any]]]) -> Finding:
-    name = "distinct experts"
-    for number, array in numbered:
-        ordered = np.sort(array, axis=1)
-        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1) & array.any(axis=1)
-        if repeated.any():
-            row = int(np.argmax(repeated))
-            return Finding(
-                name,
-                False,
-                f"layer {number}, row {row}: {array[row].tolist()} ({int(repeated.sum())} such rows): a router picks "
-                "distinct experts; repeats come from ids that wrapped at 256 or from bad padding, and break the "
-                "token dispatcher",
-                number,
-            )
-    return Finding(name, True, "the experts of each row differ")
-
-
-def _same_as_trace(numbered: list[tuple[int, npt.NDArray[Any]]], trace: RouteTrace) -> Finding:
-    name = "routes of that layer"
-    for number, array in numbered:
-        # The live number may be one that the model does not have; layer numbers reports that.
-        if not 1 <= number <= trace.layout.num_layers or len(array) != trace.rows:
-            continue
-        own = trace.routed_experts[:, number - 1]
-        if np.array_equal(array, own):
-            continue
-        row = int(np.argmax((array != own).any(axis=1)))
-        twins = [
-            layer + 1
-            for layer in trace.layout.moe_layers
-            if layer + 1 != number and np.array_equal(array, trace.routed_experts[:, layer])
-        ]
-        cause = (
-            f"they are the routes of layer {twins[0]}: the list of tensors is shifted by {twins[0] - number:+d} layers"
-            if twins
+def _told(name: str, what: str, sides: Sides, found: Diagnosis | None) -> Finding:
+    """A diagnosis as one line of the report."""
+    share = float(sides.same[:, sides.compared].mean()) if sides.same[:, sides.compared].size else 1.0
+    if found is None:
+        if sides.exact:
+            return Finding(name, True, "each tensor holds the trace's routes of its own layer")
+        worst = (
+            sides.same[:, sides.compared].mean(axis=1) if sides.compared.any() else np.ones(len(sides.same))
+        )
+        where = (
+            f", lowest {worst.min():.1%} at layer {sides.layer_numbers[int(worst.argmin())]}"
+            if len(worst)
+            else ""
+        )
+        return Finding(name, True, f"{share:.1%} of routers agree{where}")
+    number, row = found.first
+    best = found.hypotheses[0] if found.hypotheses and found.hypotheses[0].explains else None
+    fault = best.fault if best else None
+    if sides.exact:
+        why = (
+            f"{best.sentence}; {best.change}"
+            if best
             else "they are no layer's routes: the tokens are others, or in another order"
         )
         return Finding(
             name,
             False,
-            f"the tensor for layer {number} differs from the trace from row {row} on; {cause}",
+            f"the tensor for layer {number} differs from the trace from row {row} on; {why}",
             number,
+            row,
+            fault,
         )
-    return Finding(name, True, "each tensor holds the trace's routes of its own layer")
-
-
-def _dense_numbers(shard: Shard) -> tuple[int, ...]:
-    return tuple(layer + 1 for layer in shard.layout.dense_layers)
-
-
-def _listed(numbers: Iterator[int] | tuple[int, ...]) -> str:
-    return "[" + ", ".join(str(number) for number in numbers) + "]"
+    place = f"rows {found.start}..{found.stop - 1}" if found.part else "all rows"
+    layers = (
+        "all layers"
+        if len(found.layer_numbers) == len(sides.layer_numbers)
+        else f"layers {list(found.layer_numbers)}"
+    )
+    why = f"{best.sentence}; {best.change}" if best else "nothing that was tried explains it"
+    return Finding(
+        name,
+        False,
+        f"{found.agreement:.1%} of routers agree in {place} of {layers}, {share:.1%} in all: {why}",
+        number,
+        row,
+        fault,
+    )

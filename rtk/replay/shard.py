@@ -27,6 +27,14 @@ class Shard:
     layout: ModelLayout
     pipeline_size: int = 1
     pipeline_rank: int = 0
+    tensor_size: int = 1
+    tensor_rank: int = 0
+    sequence_parallel: bool = False
+    context_size: int = 1
+    context_rank: int = 0
+    context_order: str = "zigzag"
+    expert_size: int = 1
+    expert_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.pipeline_size < 1:

@@ -1,41 +1,74 @@
-"""The text of a completion as it grows: whole characters only, and nothing past a stop string."""
+"""One choice of `/v1/completions`, whole or in events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from rtk.serve.engine import Engine
+from rtk.serve import _responses
+from rtk.serve._answer import Piece
+from rtk.serve._requests import CompletionRequest
+from rtk.serve.engine import Generation, ScoredToken
 
 
-class CompletionText:
-    """Turns generated tokens into text.
+class Completion:
+    """Puts a sequence's pieces, and its prompt where that is echoed, into vLLM's form."""
 
-    Attributes:
-        text: what may be shown so far.
-        stop_reason: the stop string that ended it, or None.
-    """
+    def __init__(self, tokenizer: Any, wanted: CompletionRequest, index: int, sequence: Generation) -> None:
+        self._tokenizer = tokenizer
+        self._wanted = wanted
+        self._index = index
+        self._sequence = sequence
+        self._events = 0
+        self._characters = 0
 
-    def __init__(self, engine: Engine, stop: Sequence[str]) -> None:
-        self._engine = engine
-        self._stop = stop
-        # A stop string may begin in this token and end in the next, so that much is held back.
-        self._hold_back = max((len(string) for string in stop), default=1) - 1
-        self._tokens: list[int] = []
-        self.text = ""
-        self.stop_reason: str | None = None
+    def whole(self, pieces: Sequence[Piece], routes: str | None) -> dict[str, Any]:
+        """The choice of an answer that is not streamed."""
+        text, logprobs = self._part(pieces, echo=True)
+        ids = self._wanted.return_token_ids
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": pieces[-1].finish_reason,
+            "stop_reason": pieces[-1].stop_reason,
+            "token_ids": self._sequence.generated if ids else None,
+            "prompt_logprobs": _responses.prompt_logprobs(self._tokenizer, self._sequence.prompt_logprobs),
+            "prompt_token_ids": self._sequence.prompt if ids else None,
+            "routed_experts": routes,
+        }
 
-    def add(self, token: int, *, last: bool) -> str:
-        """Take one more token; return the new part of the text."""
-        self._tokens.append(token)
-        whole: str = self._engine.tokenizer.decode(self._tokens, skip_special_tokens=True)
-        found = [(whole.find(string), string) for string in self._stop if string in whole]
-        if found:
-            end, self.stop_reason = min(found)
-        elif last:
-            end = len(whole)
-        else:
-            # U+FFFD at the end is a character of which a part is still to come.
-            end = max(len(self.text), len(whole.rstrip("\ufffd")) - self._hold_back)
-        new = whole[len(self.text) : end]
-        self.text = whole[:end]
-        return new
+    def event(self, piece: Piece) -> dict[str, Any]:
+        """The choice of one event of a stream; vLLM's carry no routes."""
+        first = self._events == 0
+        text, logprobs = self._part([piece], echo=first)
+        self._events += 1
+        self._characters += len(text)
+        ids = self._wanted.return_token_ids
+        names_prompt = first and (ids or self._wanted.echoes is not None)
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+            "prompt_token_ids": self._sequence.prompt if names_prompt else None,
+            "token_ids": [piece.token.id] if ids else None,
+        }
+
+    def _part(self, pieces: Sequence[Piece], *, echo: bool) -> tuple[str, dict[str, Any] | None]:
+        text = "".join(piece.text for piece in pieces)
+        scored: list[tuple[int, ScoredToken | None]] = [(piece.token.id, piece.token) for piece in pieces]
+        if echo and self._wanted.echoes is not None:
+            prompt = self._scored_prompt()
+            text = self._wanted.echoes[self._index] + ("" if self._wanted.echo_only else text)
+            scored = prompt if self._wanted.echo_only else prompt + scored
+        count = self._sequence.params.logprobs
+        if count is None:
+            return text, None
+        return text, _responses.completion_logprobs(self._tokenizer, scored, count, self._characters)
+
+    def _scored_prompt(self) -> list[tuple[int, ScoredToken | None]]:
+        # Nothing comes before the first token, so it has no score.
+        scores = self._sequence.prompt_logprobs or []
+        return [(self._sequence.prompt[0], None), *((score.id, score) for score in scores)]

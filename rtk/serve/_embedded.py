@@ -69,7 +69,7 @@ def embedded(
     Raises:
         EmbeddedServerError: it did not start; the message ends with what it printed.
     """
-    folder = Path(model) if model is not None else _shipped.find("tiny_moe")
+    folder = Path(model).resolve() if model is not None else _shipped.find("tiny_moe")
     command = [sys.executable, "-m", "rtk", "serve", str(folder), "--port", str(port), "--watch-stdin"]
     if max_model_len is not None:
         command += ["--max-model-len", str(max_model_len)]
@@ -96,7 +96,13 @@ def embedded(
 def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> str:
     assert process.stdout is not None
     # A server that hangs is killed, which ends its output and so the reading below.
-    watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
+    timed_out = threading.Event()
+
+    def give_up() -> None:
+        timed_out.set()
+        process.kill()
+
+    watchdog = threading.Timer(_START_TIMEOUT_S, give_up)
     watchdog.start()
     try:
         line = process.stdout.readline()
@@ -111,7 +117,7 @@ def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> str:
         raise EmbeddedServerError(
             "the embedded server needs torch and transformers: pip install 'rtk[embedded]'"
         )
-    if status == -9:
+    if timed_out.is_set():
         said += f"\n(it did not answer within {_START_TIMEOUT_S:.0f} s and was stopped)"
     raise EmbeddedServerError(f"the embedded server did not start (exit status {status}): {said}")
 

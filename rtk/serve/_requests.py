@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rtk.serve._answer import TextOptions
+from rtk.serve._errors import ApiError, bad_value, invalid, out_of_length, unknown_model
+from rtk.serve._sampling import flag, number, refuse, sampling_params, sequences_per_prompt
 from rtk.serve.engine import Engine, SamplingParams
 
-# What this server cannot do, with the values that ask for nothing. Ignoring any other value would give
-# an answer that looks right and is not.
+# As in _sampling: what cannot be done here, with the values that ask for nothing.
 _NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "bad_words": (None, []),
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
+    "content_parts": (None, []),
+    "ec_transfer_params": (None, {}),
+    "features": (None,),
+    "kv_transfer_params": (None, {}),
+    "prompt_embeds": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "return_tokens_as_token_ids": (None, False),
+    "suffix": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
 }
-
-
-class ApiError(Exception):
-    """An answer that is an error, in vLLM's form."""
-
-    def __init__(
-        self, message: str, *, param: str | None = None, status: int = 400, kind: str = "BadRequestError"
-    ):
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 @dataclass(frozen=True)
@@ -42,69 +33,115 @@ class GenerateRequest:
 
     Attributes:
         prompts: token ids of each prompt; one for `/inference/v1/generate`.
-        params: how to sample.
-        n: sequences a prompt.
+        sequences: prompt and parameters of each sequence to generate, in the order of the choices.
         stream: whether to answer token by token.
+        include_usage: whether a stream ends with the token counts.
+        return_token_ids: whether the answer names the prompt's token ids.
+        first_row: the routes start at this token of the prompt.
+        text: how the answer becomes text, which stop texts end.
     """
 
     prompts: list[list[int]]
-    params: SamplingParams
-    n: int
+    sequences: list[tuple[list[int], SamplingParams]]
     stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    first_row: int
+    text: TextOptions
+
+
+@dataclass(frozen=True)
+class CompletionRequest(GenerateRequest):
+    """A request of `/v1/completions`, ready to run.
+
+    Attributes:
+        echoes: for each sequence the text to put before its own; None to put none.
+        echo_only: whether nothing but the prompt is wanted back.
+    """
+
+    echoes: list[str] | None
+    echo_only: bool
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
     """The body of a request as a JSON object."""
     try:
         body = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise invalid(f"body.{error.pos}", f"JSON decode error: {error.msg}") from error
     except ValueError as error:
-        raise invalid("body", f"JSON decode error: {error}") from error
+        raise invalid("body", f"the body is not UTF-8: {error}") from error
     if not isinstance(body, dict):
         raise invalid("body", f"Input should be an object, not a {type(body).__name__}")
     return body
-
-
-def invalid(where: str, what: str) -> ApiError:
-    """A field of the wrong type or shape, worded like the validation errors of vLLM's routes."""
-    return ApiError(
-        f"1 validation error:\n  {{'loc': '{where}', 'msg': '{what}'}}", param=where, kind="Bad Request"
-    )
 
 
 def check_model(body: Mapping[str, Any], served: str) -> None:
     """Refuse a model that is not served; a request may also name none."""
     model = body.get("model")
     if model is not None and model != served:
-        raise ApiError(
-            f"The model `{model}` does not exist.", param="model", status=404, kind="NotFoundError"
-        )
+        raise unknown_model(model)
 
 
 def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateRequest:
-    """A request of `/inference/v1/generate`."""
+    """A request of `/inference/v1/generate`; an answer past the model's length is cut in silence."""
+    refuse(body, _NOT_SUPPORTED)
     fields = body.get("sampling_params")
     if not isinstance(fields, dict):
         raise invalid(
             "body.sampling_params", "Field required" if fields is None else "Input should be an object"
         )
-    if fields.get("stop"):
-        raise ApiError("stop strings need text: use stop_token_ids here, or /v1/completions", param="stop")
     prompt = token_ids(body.get("token_ids"), "body.token_ids", engine)
+    _check_prompt_length(len(prompt), engine.max_model_len)
     limit = engine.max_model_len - len(prompt)
-    params = _sampling_params(fields, default_max_tokens=limit, limit=limit)
-    return GenerateRequest([prompt], params, _n(fields, params), body.get("stream") is True)
+    params = sampling_params(fields, engine, max_tokens=limit)
+    params = replace(params, max_tokens=min(params.max_tokens, limit))
+    n = sequences_per_prompt(fields, params)
+    return GenerateRequest(
+        prompts=[prompt],
+        sequences=[(prompt, each) for each in _seeded(params, n)],
+        stream=flag(body, "stream"),
+        include_usage=_include_usage(body),
+        return_token_ids=flag(body, "return_token_ids"),
+        first_row=_first_row(fields, [prompt]),
+        text=_text_options(fields, params),
+    )
 
 
-def parse_completion(body: Mapping[str, Any], engine: Engine) -> GenerateRequest:
-    """A request of `/v1/completions`."""
-    prompts = _prompts(body.get("prompt"), engine)
-    limit = engine.max_model_len - max(map(len, prompts))
-    params = _sampling_params(body, default_max_tokens=16, limit=limit)
-    return GenerateRequest(prompts, params, _n(body, params), body.get("stream") is True)
+def parse_completion(body: Mapping[str, Any], engine: Engine) -> CompletionRequest:
+    """A request of `/v1/completions`, where vLLM refuses an answer that could pass the model's length."""
+    refuse(body, _NOT_SUPPORTED)
+    prompts, texts = _prompts(body, engine)
+    echo = flag(body, "echo")
+    echo_only = echo and body.get("max_tokens") == 0
+    # A step is what it takes to score the prompt, as in vLLM.
+    fields = {**body, "max_tokens": 1} if echo_only else body
+    params = sampling_params(fields, engine, max_tokens=16)
+    if echo and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=params.logprobs)
+    stream = flag(body, "stream")
+    _check_stream(body, stream)
+    for prompt in prompts:
+        _check_room(len(prompt), params.max_tokens, engine.max_model_len)
+    n = sequences_per_prompt(body, params)
+    return_token_ids = flag(body, "return_token_ids")
+    # Who gets the prompt's ids does not get its text as well.
+    echoes = ["" if return_token_ids else text for text in texts for _ in range(n)]
+    return CompletionRequest(
+        prompts=prompts,
+        sequences=[(prompt, each) for prompt in prompts for each in _seeded(params, n)],
+        stream=stream,
+        include_usage=_include_usage(body),
+        return_token_ids=return_token_ids,
+        first_row=_first_row(body, prompts),
+        text=_text_options(body, params),
+        echoes=echoes if echo else None,
+        echo_only=echo_only,
+    )
 
 
 def token_ids(value: object, where: str, engine: Engine) -> list[int]:
-    """A prompt's token ids, which must be in the vocabulary and leave room for an answer."""
+    """A prompt's token ids, which must all be in the vocabulary."""
     if value is None:
         raise invalid(where, "Field required")
     if not isinstance(value, list):
@@ -115,95 +152,107 @@ def token_ids(value: object, where: str, engine: Engine) -> list[int]:
         if type(token) is not int:
             raise invalid(f"{where}.{position}", "Input should be a valid integer")
         if token < 0:
-            raise invalid(where, "Value error, token_ids must not contain negative values")
+            raise invalid(where, f"Value error, {where.split('.')[-1]} must not contain negative values")
         if token >= engine.vocab_size:
             raise ApiError(f"Token id {token} is out of vocabulary")
-    if len(value) >= engine.max_model_len:
-        raise ApiError(
-            f"The decoder prompt (length {len(value)}) plus the number of requested output tokens (at least 1) is "
-            f"longer than the maximum model length of {engine.max_model_len}. Make sure that `max_model_len` is no "
-            "smaller than the number of text tokens (prompt + requested output tokens)."
-        )
     return value
 
 
-def _prompts(value: object, engine: Engine) -> list[list[int]]:
-    """The four forms of a completion's prompt: a text, texts, token ids, lists of token ids."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise invalid("body.prompt", "Input should be a text, token ids, or a list of either")
-    if isinstance(value[0], int):
-        value = [value]
-    return [
-        token_ids(
-            engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, "body.prompt", engine
+def _check_prompt_length(tokens: int, longest: int) -> None:
+    if tokens > longest:
+        raise ApiError(
+            f"The decoder prompt (length {tokens}) is longer than the maximum model length of {longest}. "
+            "Make sure that `max_model_len` is no smaller than the number of text tokens."
         )
-        for prompt in value
-    ]
+    if tokens == longest:
+        raise ApiError(
+            f"The decoder prompt (length {tokens}) plus the number of requested output tokens (at least 1) is "
+            f"longer than the maximum model length of {longest}. Make sure that `max_model_len` is no "
+            "smaller than the number of text tokens (prompt + requested output tokens)."
+        )
 
 
-def _sampling_params(fields: Mapping[str, Any], *, default_max_tokens: int, limit: int) -> SamplingParams:
-    for name, neutral in _NOT_SUPPORTED.items():
-        if fields.get(name) not in neutral:
-            raise ApiError(f"the embedded server does not support {name}; vLLM does", param=name)
-    max_tokens = _number(fields, "max_tokens", int, default_max_tokens)
-    if max_tokens < 1:
-        raise _out_of_range("max_tokens", "at least 1", max_tokens)
-    temperature = _number(fields, "temperature", float, 1.0)
-    if temperature < 0:
-        raise _out_of_range("temperature", "non-negative", temperature)
-    top_p = _number(fields, "top_p", float, 1.0)
-    if not 0 < top_p <= 1:
-        raise _out_of_range("top_p", "in (0, 1]", top_p)
-    top_k = _number(fields, "top_k", int, 0)
-    if top_k < -1:
-        raise _out_of_range("top_k", "0 (disable), or at least 1", top_k)
-    min_tokens = _number(fields, "min_tokens", int, 0)
-    if not 0 <= min_tokens <= max_tokens:
-        raise _out_of_range("min_tokens", f"in 0..max_tokens={max_tokens}", min_tokens)
-    seed = None if fields.get("seed") is None else _number(fields, "seed", int, 0)
-    if seed is not None and not -(2**63) <= seed < 2**63:
-        raise _out_of_range("seed", "a 64-bit integer", seed)
-    logprobs = fields.get("logprobs")
-    if logprobs is not None:
-        logprobs = _number(fields, "logprobs", int, 0)
-        if not 0 <= logprobs <= 20:
-            raise _out_of_range("logprobs", "in 0..20", logprobs)
-    stop_token_ids = fields.get("stop_token_ids") or []
-    if not isinstance(stop_token_ids, list) or not all(type(token) is int for token in stop_token_ids):
-        raise invalid("stop_token_ids", "Input should be a list of integers")
-    return SamplingParams(
-        max_tokens=min(max_tokens, limit),  # cut in silence, as vLLM does; finish_reason says "length"
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=max(top_k, 0),
-        seed=seed,
-        logprobs=logprobs,
-        stop_token_ids=frozenset(stop_token_ids),
-        ignore_eos=fields.get("ignore_eos") is True,
+def _check_room(prompt_tokens: int, max_tokens: int, longest: int) -> None:
+    if max_tokens > longest:
+        raise bad_value(
+            f"max_tokens={max_tokens} cannot be greater than max_model_len=max_total_tokens={longest}. "
+            "Please request fewer output tokens.",
+            "max_tokens",
+            max_tokens,
+        )
+    if prompt_tokens + max_tokens > longest:
+        raise out_of_length(prompt_tokens, max_tokens, longest)
+
+
+def _check_stream(body: Mapping[str, Any], stream: bool) -> None:
+    if stream and body.get("prompt_logprobs"):
+        name, message = "prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`."
+    elif body.get("stream_options") and not stream:
+        name, message = "stream_options", "Stream options can only be defined when `stream=True`."
+    else:
+        return
+    raise ApiError(f"{message} (parameter={name})", param=name)
+
+
+def _prompts(body: Mapping[str, Any], engine: Engine) -> tuple[list[list[int]], list[str]]:
+    """Token ids and text of each prompt, from any of its four forms: a text, texts, ids, lists of ids."""
+    value = body.get("prompt")
+    if value is None or value == "":
+        raise ApiError("prompt must be given, and not be empty", param="prompt")
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        value = [value]
+    if not isinstance(value, list):
+        raise invalid("body.prompt", "Input should be a text, token ids, or a list of either")
+    if not value:
+        raise ApiError("You must pass at least one prompt")
+    special = flag(body, "add_special_tokens", default=True)
+    prompts, texts = [], []
+    for prompt in value:
+        is_text = isinstance(prompt, str)
+        ids = engine.tokenizer.encode(prompt, add_special_tokens=special) if is_text else prompt
+        if ids == []:
+            raise ApiError("The decoder prompt cannot be empty")
+        prompts.append(token_ids(ids, "body.prompt", engine))
+        texts.append(prompt if is_text else engine.tokenizer.decode(ids))
+    return prompts, texts
+
+
+def _seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """The parameters of each of a prompt's sequences: with a seed, vLLM counts on from it."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=params.seed + index) for index in range(n)]
+
+
+def _first_row(fields: Mapping[str, Any], prompts: list[list[int]]) -> int:
+    name = "routed_experts_prompt_start"
+    first: int = number(fields, name, int, 0)
+    shortest = min(map(len, prompts))
+    if not 0 <= first <= shortest:
+        raise bad_value(
+            f"{name} must be between 0 and the prompt length ({shortest}), inclusive.", name, first
+        )
+    return first
+
+
+def _include_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise invalid("body.stream_options", "Input should be an object")
+    refuse(options, {"continuous_usage_stats": (None, False)})
+    return flag(options, "include_usage")
+
+
+def _text_options(fields: Mapping[str, Any], params: SamplingParams) -> TextOptions:
+    stop = fields.get("stop") or []
+    if fields.get("stop") == "" or (isinstance(stop, list) and "" in stop):
+        raise ApiError("stop cannot contain an empty string.")
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+        raise invalid("body.stop", "Input should be a text or a list of texts")
+    return TextOptions(
+        stop=stop,
+        keep_stop=flag(fields, "include_stop_str_in_output"),
+        skip_special_tokens=flag(fields, "skip_special_tokens", default=True),
+        min_tokens=params.min_tokens,
     )
-
-
-def _n(fields: Mapping[str, Any], params: SamplingParams) -> int:
-    n: int = _number(fields, "n", int, 1)
-    if n < 1:
-        raise _out_of_range("n", "at least 1", n)
-    if n > 1 and params.temperature == 0:
-        raise ApiError(f"n must be 1 when using greedy sampling, got {n}.")
-    return n
-
-
-def _number(fields: Mapping[str, Any], name: str, kind: type[int] | type[float], default: Any) -> Any:
-    value = fields.get(name)
-    if value is None:
-        return default
-    allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        raise invalid(name, f"Input should be a valid {'integer' if kind is int else 'number'}")
-    return kind(value)
-
-
-def _out_of_range(name: str, rule: str, value: object) -> ApiError:
-    return ApiError(f"{name} must be {rule}, got {value}. (parameter={name}, value={value})", param=name)

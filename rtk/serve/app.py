@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ from aiohttp import web
 
 from rtk.errors import EmbeddedServerError
 from rtk.serve import _responses
-from rtk.serve._completion import CompletionText
+from rtk.serve._answer import AnswerText, Piece
+from rtk.serve._completion import Completion
+from rtk.serve._errors import invalid
+from rtk.serve._http import errors_as_vllm, send_events
 from rtk.serve._requests import (
-    ApiError,
+    CompletionRequest,
     GenerateRequest,
     check_model,
-    invalid,
     parse_completion,
     parse_generate,
     parse_json,
 )
-from rtk.serve.engine import Engine, Generation, SamplingParams, Token
+from rtk.serve._sampling import flag
+from rtk.serve.engine import Engine, Generation
 
 HOST = "127.0.0.1"
 # The vLLM release whose answers are matched; the suffix keeps anybody from taking this for vLLM.
@@ -50,13 +53,14 @@ class Service:
         self._name = name
         self._root = root
         self._routed_experts = routed_experts
+        self._created = int(time.time())
         # Requests take turns token by token, so that a long one does not keep a short one waiting, and
         # the event loop never waits for the model.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rtk-engine")
 
     def app(self) -> web.Application:
         """The application with all routes."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_vllm])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_vllm])
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
@@ -73,16 +77,7 @@ class Service:
         return web.json_response({"version": VERSION})
 
     async def _models(self, _: web.Request) -> web.Response:
-        card = {
-            "id": self._name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "rtk",
-            "root": self._root,
-            "parent": None,
-            "max_model_len": self._engine.max_model_len,
-            "permission": [],
-        }
+        card = _responses.model_card(self._name, self._root, self._engine.max_model_len, self._created)
         return web.json_response({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -91,8 +86,8 @@ class Service:
         if not isinstance(prompt, str):
             raise invalid("body.prompt", "Input should be a valid string")
         tokenizer = self._engine.tokenizer
-        tokens = tokenizer.encode(prompt, add_special_tokens=body.get("add_special_tokens", True) is True)
-        strings = tokenizer.convert_ids_to_tokens(tokens) if body.get("return_token_strs") is True else None
+        tokens = tokenizer.encode(prompt, add_special_tokens=flag(body, "add_special_tokens", default=True))
+        strings = tokenizer.convert_ids_to_tokens(tokens) if flag(body, "return_token_strs") else None
         return web.json_response(
             {
                 "count": len(tokens),
@@ -104,129 +99,98 @@ class Service:
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         tokens = (await self._body(request)).get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise invalid("body.tokens", "Input should be a list of token ids")
+        for position, token in enumerate(tokens):
+            # The tokenizers' ids are 32 bits wide; ids outside the vocabulary have no text, as in vLLM.
+            if not 0 <= token < 2**32:
+                raise invalid(f"body.tokens.{position}", "Input should be a token id")
         return web.json_response({"prompt": self._engine.tokenizer.decode(tokens)})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_generate(await self._body(request), self._engine)
         name = _responses.request_id("generate-tokens")
-        (prompt,) = wanted.prompts
-        sequences = [self._engine.start(prompt, params) for params in _each_seed(wanted)]
+        sequences = self._start(wanted)
         if wanted.stream:
-            return await _send_events(request, self._generate_events(name, sequences))
+            return await send_events(request, self._generate_events(name, wanted, sequences))
         choices = []
         for index, sequence in enumerate(sequences):
-            tokens = [token async for token in self._tokens(sequence)]
-            choices.append(self._choice(index, sequence, tokens))
-        return web.json_response(_responses.generate_response(name, self._name, choices, len(prompt)))
+            pieces = [piece async for piece in self._pieces(sequence, wanted)]
+            choices.append(self._generate_choice(index, sequence, wanted, pieces))
+        scores = sequences[0].prompt_logprobs
+        answer = _responses.generate_response(
+            name,
+            self._name,
+            choices,
+            _counts(wanted, sequences),
+            prompt_logprobs=_responses.prompt_logprobs(self._engine.tokenizer, scores),
+            prompt_token_ids=wanted.prompts[0] if wanted.return_token_ids else None,
+        )
+        return web.json_response(answer)
 
-    async def _generate_events(self, name: str, sequences: list[Generation]) -> AsyncIterator[dict[str, Any]]:
+    async def _generate_events(
+        self, name: str, wanted: GenerateRequest, sequences: list[Generation]
+    ) -> AsyncIterator[dict[str, Any]]:
+        prompt = {"prompt_token_ids": wanted.prompts[0]} if wanted.return_token_ids else {}
         for index, sequence in enumerate(sequences):
-            async for token in self._tokens(sequence):
-                choice = self._choice(index, sequence, [token])
-                yield {"request_id": name, "choices": [choice], "usage": None}
+            async for piece in self._pieces(sequence, wanted):
+                choice = self._generate_choice(index, sequence, wanted, [piece])
+                yield {"request_id": name, "choices": [choice], "usage": None, **prompt}
+                prompt = {}
+        if wanted.include_usage:
+            yield {"request_id": name, "choices": [], "usage": _counts(wanted, sequences)}
 
-    def _choice(self, index: int, sequence: Generation, tokens: list[Token]) -> dict[str, Any]:
+    def _generate_choice(
+        self, index: int, sequence: Generation, wanted: GenerateRequest, pieces: list[Piece]
+    ) -> dict[str, Any]:
         # In a stream the whole array travels with the last token, as vLLM's does.
-        routes = self._routes(sequence) if tokens[-1].finish_reason else None
-        logprobs = sequence.params.logprobs is not None
-        return _responses.generate_choice(index, tokens, logprobs=logprobs, routes=routes)
+        routes = self._routes(sequence, wanted) if pieces[-1].finish_reason else None
+        return _responses.generate_choice(index, pieces, sequence.params.logprobs, routes)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request)
-        wanted = parse_completion(body, self._engine)
-        stop = body.get("stop") or []
-        stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, list) or not all(isinstance(string, str) and string for string in stop):
-            raise invalid("body.stop", "Input should be a text or a list of texts")
+        wanted = parse_completion(await self._body(request), self._engine)
         name = _responses.request_id("cmpl")
-        sequences = [
-            self._engine.start(prompt, params) for prompt in wanted.prompts for params in _each_seed(wanted)
-        ]
+        sequences = self._start(wanted)
         if wanted.stream:
-            return await _send_events(request, self._completion_events(name, body, sequences, stop))
-        choices = [
-            await self._completion_choice(index, sequence, body, stop)
-            for index, sequence in enumerate(sequences)
-        ]
-        counts = _responses.usage(
-            sum(map(len, wanted.prompts)), sum(len(sequence.generated) for sequence in sequences)
-        )
+            return await send_events(request, self._completion_events(name, wanted, sequences))
+        choices = []
+        for index, sequence in enumerate(sequences):
+            pieces = [piece async for piece in self._pieces(sequence, wanted)]
+            completion = Completion(self._engine.tokenizer, wanted, index, sequence)
+            choices.append(completion.whole(pieces, self._routes(sequence, wanted)))
+        counts = _counts(wanted, sequences)
         return web.json_response(_responses.completion_response(name, self._name, VERSION, choices, counts))
 
-    async def _completion_choice(
-        self, index: int, sequence: Generation, body: Mapping[str, Any], stop: list[str]
-    ) -> dict[str, Any]:
-        text = CompletionText(self._engine, stop)
-        tokens: list[Token] = []
-        async for token in self._tokens(sequence):
-            tokens.append(token)
-            text.add(token.id, last=token.finish_reason is not None)
-            if text.stop_reason is not None:
-                break
-        echoed = self._engine.tokenizer.decode(sequence.prompt) if body.get("echo") is True else ""
-        ids = body.get("return_token_ids") is True
-        return {
-            "index": index,
-            "text": echoed + text.text,
-            "logprobs": self._completion_logprobs(sequence, tokens, 0),
-            "finish_reason": "stop" if text.stop_reason is not None else tokens[-1].finish_reason,
-            "stop_reason": text.stop_reason,
-            "token_ids": sequence.generated if ids else None,
-            "prompt_logprobs": None,
-            "prompt_token_ids": sequence.prompt if ids else None,
-            "routed_experts": self._routes(sequence, _first_row(body, sequence)),
-        }
-
     async def _completion_events(
-        self, name: str, body: Mapping[str, Any], sequences: list[Generation], stop: list[str]
+        self, name: str, wanted: CompletionRequest, sequences: list[Generation]
     ) -> AsyncIterator[dict[str, Any]]:
-        ids = body.get("return_token_ids") is True
+        head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": self._name}
+        # The very last event of a stream names the server.
+        last = {"system_fingerprint": f"vllm-{VERSION}"}
         for index, sequence in enumerate(sequences):
-            text = CompletionText(self._engine, stop)
-            async for token in self._tokens(sequence):
-                before = len(text.text)
-                new = text.add(token.id, last=token.finish_reason is not None)
-                stopped = text.stop_reason is not None
-                choice = {
-                    "index": index,
-                    "text": new,
-                    "logprobs": self._completion_logprobs(sequence, [token], before),
-                    "finish_reason": "stop" if stopped else token.finish_reason,
-                    "stop_reason": text.stop_reason,
-                    "prompt_token_ids": sequence.prompt if ids and len(sequence.generated) == 1 else None,
-                    "token_ids": [token.id] if ids else None,
-                }
-                yield {
-                    "id": name,
-                    "object": "text_completion",
-                    "created": int(time.time()),
-                    "model": self._name,
-                    "choices": [choice],
-                }
-                if stopped:
-                    break
+            completion = Completion(self._engine.tokenizer, wanted, index, sequence)
+            async for piece in self._pieces(sequence, wanted):
+                ends = piece.finish_reason is not None and not wanted.include_usage
+                yield {**head, "choices": [completion.event(piece)], **(last if ends else {})}
+        if wanted.include_usage:
+            yield {**head, "choices": [], "usage": _counts(wanted, sequences), **last}
 
-    def _completion_logprobs(
-        self, sequence: Generation, tokens: list[Token], text_before: int
-    ) -> dict[str, Any] | None:
-        if sequence.params.logprobs is None:
-            return None
-        return _responses.completion_logprobs(self._engine, tokens, text_before)
+    def _start(self, wanted: GenerateRequest) -> list[Generation]:
+        return [self._engine.start(prompt, params) for prompt, params in wanted.sequences]
 
-    def _routes(self, sequence: Generation, first_row: int = 0) -> str | None:
+    async def _pieces(self, sequence: Generation, wanted: GenerateRequest) -> AsyncIterator[Piece]:
+        text = AnswerText(self._engine.tokenizer, sequence.prompt, wanted.text)
+        loop = asyncio.get_running_loop()
+        finished = False
+        while not finished:
+            piece = text.add(await loop.run_in_executor(self._worker, self._engine.step, sequence))
+            finished = piece.finish_reason is not None
+            yield piece
+
+    def _routes(self, sequence: Generation, wanted: GenerateRequest) -> str | None:
         if not self._routed_experts:
             return None
-        return _responses.encode_routes(sequence.routed_experts()[first_row:])
-
-    async def _tokens(self, sequence: Generation) -> AsyncIterator[Token]:
-        loop = asyncio.get_running_loop()
-        while True:
-            token = await loop.run_in_executor(self._worker, self._engine.step, sequence)
-            yield token
-            if token.finish_reason is not None:
-                return
+        return _responses.encode_routes(sequence.routed_experts()[wanted.first_row :])
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         body = parse_json(await request.read())
@@ -234,40 +198,8 @@ class Service:
         return body
 
 
-def _each_seed(wanted: GenerateRequest) -> list[SamplingParams]:
-    """One set of parameters a sequence of a prompt; with a seed, each gets its own."""
-    params = wanted.params
-    if params.seed is None:
-        return [params] * wanted.n
-    return [replace(params, seed=params.seed + index) for index in range(wanted.n)]
-
-
-def _first_row(body: Mapping[str, Any], sequence: Generation) -> int:
-    first = body.get("routed_experts_prompt_start") or 0
-    if type(first) is not int or not 0 <= first <= len(sequence.prompt):
-        raise invalid("body.routed_experts_prompt_start", f"Input should lie in 0..{len(sequence.prompt)}")
-    return first
-
-
-async def _send_events(request: web.Request, events: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    async for payload in events:
-        await response.write(_responses.event(payload))
-    await response.write(_responses.DONE)
-    return response
-
-
-@web.middleware
-async def _errors_as_vllm(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return web.json_response(error.body, status=error.status)
-    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
-        return web.json_response({"detail": error.reason}, status=error.status)
+def _counts(wanted: GenerateRequest, sequences: list[Generation]) -> dict[str, int]:
+    return _responses.usage(sum(map(len, wanted.prompts)), sum(len(each.generated) for each in sequences))
 
 
 def run(
@@ -303,7 +235,9 @@ async def _serve(app: web.Application, port: int, watch_stdin: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        # Windows has no such handlers: there a Ctrl-C raises, and a parent closes standard input.
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
     if watch_stdin:
         threading.Thread(target=_wait_for_end_of_stdin, args=(loop, stop), daemon=True).start()
     # A client that goes away cancels its handler, and with it the generation.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rtk import ModelLayout, RouteTrace
-from rtk.errors import ShardError
+from rtk.errors import ShardError, TraceError
 from rtk.replay import Shard, check, expand
 
 LAYOUT = ModelLayout(num_layers=8, moe_layers=(1, 2, 3, 4, 5, 6, 7), num_experts=16, top_k=2)
@@ -35,7 +35,7 @@ def failures(report) -> dict[str, tuple[int | None, str]]:
 def test_clean_routes_line_up(clean, shard):
     report = check(clean, shard)
     assert report.ok
-    assert len(report.findings) == 8
+    assert len(report.findings) == 9
     report.raise_for_faults()
 
 
@@ -144,3 +144,101 @@ def test_the_report_reads_well(clean):
     assert "<table>" in report._repr_html_()
     with pytest.raises(ShardError, match="expert 17 of 16"):
         report.raise_for_faults()
+
+
+def joined(trace, shard):
+    return {n: trace.routed_experts[:, n - 1] for n in shard.router_layer_numbers}
+
+
+def test_slots_in_another_order_are_the_same_routes(clean):
+    """A router's experts are a set: the scores are looked up by id, so their order changes nothing."""
+    tensors = [t[:, ::-1] for t in expand(clean, STAGE_1).tensors]
+    assert check(clean, STAGE_1, tensors=tensors).ok
+
+
+def test_one_wrong_row_is_found(clean):
+    tensors = [t.copy() for t in expand(clean, STAGE_1).tensors]
+    tensors[2][17] = np.setdiff1d(np.arange(16), tensors[2][17])[:2]
+    report = check(clean, STAGE_1, tensors=tensors)
+    assert report.first_bad == (7, 17)
+    assert report.fault == "unknown"
+
+
+def test_group_limited_routing(clean):
+    """Eight groups of two experts, of which a row uses one at most: the pairs (0, 1), (2, 3), ..."""
+    rng = np.random.default_rng(0)
+    first = rng.integers(8, size=(30, 8)) * 2
+    routes = np.stack([first, first + 1], axis=-1).astype(np.uint8)
+    routes[:, 0] = 0
+    grouped = dataclasses.replace(clean, routed_experts=routes)
+    assert check(grouped, STAGE_1, groups=(8, 1)).ok
+    assert not check(clean, STAGE_1, groups=(8, 1)).ok
+    broken = damaged(grouped, lambda r: r.__setitem__((9, 5), [3, 4]))
+    assert check(broken, STAGE_1, groups=(8, 2)).ok
+    layer, evidence = failures(check(broken, STAGE_1, groups=(8, 1)))["expert groups"]
+    assert layer == 6
+    assert "row 9: [3, 4] lie in 2 groups of 2" in evidence
+    with pytest.raises(ShardError, match="do not divide into 5 groups"):
+        check(clean, STAGE_1, groups=(5, 1))
+
+
+def test_a_stuck_row_over_different_tokens(clean):
+    broken = damaged(clean, lambda r: r.__setitem__(slice(12, 28), r[11]))
+    report = check(broken, STAGE_0)
+    assert report.fault == "stale rows"
+    assert "rows 11..27 hold one and the same routes in all layers, over 17 different tokens" in str(report)
+
+
+def test_one_token_again_and_again_may_have_one_route(clean):
+    same = damaged(clean, lambda r: r.__setitem__(slice(12, 28), r[11]))
+    tokens = clean.token_ids.copy()
+    tokens[11:28] = 7
+    assert check(dataclasses.replace(same, token_ids=tokens), STAGE_0).ok
+
+
+def test_the_record_may_differ_a_little_and_not_a_lot(clean):
+    record = {n: ids.copy() for n, ids in joined(clean, STAGE_1).items()}
+    record[6][::10] = [0, 15]
+    report = check(clean, STAGE_1, recorded=record)
+    assert report.ok
+    assert report.agreement.by_layer[1] == pytest.approx(0.9, abs=0.02)
+    assert "lowest 90.0% at layer 6" in str(report)
+    record[6][::2] = [0, 15]
+    layer, evidence = failures(check(clean, STAGE_1, recorded=record))["agreement with the record"]
+    assert layer == 6
+    assert "of layers [6]" in evidence
+    assert check(clean, STAGE_1, recorded=record, min_agreement=0.4).ok
+
+
+def test_a_record_of_other_rows_or_layers(clean):
+    with pytest.raises(ShardError, match=r"recorded\[5\] is .* \[29, 2\]"):
+        check(clean, STAGE_1, recorded={n: ids[1:] for n, ids in joined(clean, STAGE_1).items()})
+    with pytest.raises(ShardError, match="recorded holds layers"):
+        check(clean, STAGE_1, recorded=joined(clean, STAGE_0))
+
+
+def test_a_reference_of_other_tokens(clean):
+    assert check(clean, STAGE_1, reference=clean).ok
+    with pytest.raises(TraceError, match="reference trace 0 is of other tokens"):
+        check(clean, STAGE_1, reference=dataclasses.replace(clean, token_ids=clean.token_ids[::-1]))
+    with pytest.raises(TraceError, match="2 reference traces for 1"):
+        check(clean, STAGE_1, reference=[clean, clean])
+    whole = dataclasses.replace(
+        clean, routed_experts=np.concatenate([clean.routed_experts, clean.routed_experts[:1]])
+    )
+    assert check(clean, STAGE_1, reference=whole).ok
+    with pytest.raises(TraceError, match="has 30 rows, the trace 31"):
+        check(whole, STAGE_1, reference=clean)
+
+
+def test_routers_of_mtp_layers(clean):
+    tensors = [*expand(clean, STAGE_1).tensors, clean.routed_experts[:, 0]]
+    report = check(clean, STAGE_1, tensors=tensors, layer_numbers=[5, 6, 7, 8, 1])
+    assert report.fault == "MTP layers"
+    assert "numbered from 1 by themselves" in report.diagnosis
+
+
+def test_a_live_router_of_a_layer_that_the_model_does_not_have(clean):
+    found = failures(check(clean, STAGE_1, layer_numbers=[5, 6, 7, 9]))
+    assert found.keys() == {"layer numbers"}
+    assert found["layer numbers"][0] == 9

@@ -52,20 +52,31 @@ def test_does_not_outlive_a_parent_that_is_killed(model_folder):
     parent.stdout.close()
 
 
-def test_a_failure_to_start_says_why(tmp_path, model_folder):
-    with pytest.raises(EmbeddedServerError, match="cannot read the model config"):
-        rtk.serve.embedded(tmp_path)
-    with rtk.serve.embedded(model_folder) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        with pytest.raises(
-            EmbeddedServerError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*choose another --port"
-        ):
-            rtk.serve.embedded(model_folder, port=port)
+def test_a_server_that_does_not_come_up_is_stopped(model_folder, monkeypatch):
+    monkeypatch.setattr("rtk.serve._embedded._START_TIMEOUT_S", 0.1)
+    with pytest.raises(EmbeddedServerError, match="did not answer within"):
+        rtk.serve.embedded(model_folder)
 
 
-def test_missing_packages_are_named(tmp_path, monkeypatch):
-    # A package of that name that cannot be imported stands in front of the real one.
-    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(\"No module named 'transformers'\")")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+@pytest.fixture
+def broken_torch(tmp_path, monkeypatch):
+    """Puts a torch that cannot be imported in front of the real one, for child processes."""
+
+    def install(error):
+        (tmp_path / "torch.py").write_text(f"raise {error!r}")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return install
+
+
+def test_missing_packages_are_named(broken_torch, model_folder):
+    broken_torch(ModuleNotFoundError("No module named 'torch'"))
     with pytest.raises(EmbeddedServerError, match=r"pip install 'rtk\[embedded\]'"):
-        rtk.serve.embedded(tmp_path)
+        rtk.serve.embedded(model_folder)
+
+
+def test_a_failure_to_start_carries_what_the_server_printed(broken_torch, model_folder):
+    broken_torch(ImportError("libgomp.so.1: cannot open shared object file"))
+    with pytest.raises(EmbeddedServerError, match=r"did not start \(exit status 1\)") as caught:
+        rtk.serve.embedded(model_folder)
+    assert str(caught.value).endswith("libgomp.so.1: cannot open shared object file")

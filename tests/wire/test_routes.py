@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from rtk import _wire
 from rtk.errors import PayloadError
+from rtk.wire import routes as wire
 
 
 def npy(array: np.ndarray) -> str:
@@ -22,7 +22,7 @@ def skyrl(array: np.ndarray, **changes: object) -> dict:
 
 def test_real_vllm_payload(vllm_answers):
     answer = json.loads(vllm_answers["plain"]["text"])
-    routes = _wire.decode_routed_experts(answer["choices"][0]["routed_experts"])
+    routes = wire.decode(answer["choices"][0]["routed_experts"])
     # 4 prompt and 2 generated tokens, of which the last was never forwarded; 8 layers, top-2 of 16.
     assert (routes.shape, routes.dtype) == ((5, 8, 2), np.uint8)
     assert not routes[:, 0].any()
@@ -33,7 +33,7 @@ def test_real_vllm_payload(vllm_answers):
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
 def test_vllm_form_keeps_values_and_dtype(dtype):
     routes = np.arange(24, dtype=dtype).reshape(4, 3, 2)
-    decoded = _wire.decode_routed_experts(npy(routes))
+    decoded = wire.decode(npy(routes))
     assert decoded.dtype == routes.dtype
     np.testing.assert_array_equal(decoded, routes)
 
@@ -41,7 +41,7 @@ def test_vllm_form_keeps_values_and_dtype(dtype):
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32"])
 def test_skyrl_form_keeps_values_and_dtype(dtype):
     routes = np.arange(24, dtype=dtype).reshape(4, 3, 2)
-    decoded = _wire.decode_routed_experts(skyrl(routes))
+    decoded = wire.decode(skyrl(routes))
     assert decoded.dtype == routes.dtype
     np.testing.assert_array_equal(decoded, routes)
 
@@ -52,7 +52,12 @@ ROUTES = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
 @pytest.mark.parametrize(
     ("payload", "named"),
     [
-        ([[1, 2]], "is a list"),
+        (7, "is a int"),
+        ([[1, 2]], r"shape \[1, 2\]"),
+        ([[[1, 2]], [[1]]], "uneven"),
+        ([[[1.0, 2.0]]], "float64"),
+        ([[[1, 2**40]]], "no int32"),
+        ([[[1, -2]]], "negative expert id"),
         ("not base64!", "no base64"),
         (npy(ROUTES)[:-5], "no base64, or were cut"),
         (npy(ROUTES)[:-8], "bytes where shape"),
@@ -71,36 +76,36 @@ ROUTES = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
 )
 def test_damaged_payloads_are_refused(payload, named):
     with pytest.raises(PayloadError, match=named):
-        _wire.decode_routed_experts(payload)
+        wire.decode(payload)
 
 
 def test_pickled_objects_are_never_loaded():
     with pytest.raises(PayloadError):
-        _wire.decode_routed_experts(npy(np.array([[[object()]]], dtype=object)))
+        wire.decode(npy(np.array([[[object()]]], dtype=object)))
 
 
-def test_logprobs_that_are_missing_or_not_finite_become_the_floor():
-    content = [
-        {"logprob": -0.25},
-        {"logprob": float("-inf")},
-        {"logprob": None},
-        {},
-        {"logprob": float("nan")},
-    ]
-    chunk = _wire.decode_chunk({"token_ids": [1, 2, 3, 4, 5], "logprobs": {"content": content}})
-    assert chunk.logprobs == [-0.25, -9999.0, -9999.0, -9999.0, -9999.0]
+def test_nested_lists_of_vllm_0_21():
+    decoded = wire.decode([[[0, 1], [300, 2]], [[3, 4], [5, 6]]])
+    assert decoded.dtype == np.int32
+    assert decoded.tolist() == [[[0, 1], [300, 2]], [[3, 4], [5, 6]]]
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {},
-        {"token_ids": ["1"]},
-        {"token_ids": [True]},
-        {"token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}},
-        {"token_ids": [1], "logprobs": [-1.0]},
-    ],
-)
-def test_malformed_choices_are_refused(choice):
-    with pytest.raises(PayloadError):
-        _wire.decode_chunk(choice)
+def test_sglangs_buffer_takes_its_shape_from_the_layout():
+    # Three tokens, two layers, top-2, little-endian int32, written by hand.
+    data = b"".join(n.to_bytes(4, "little") for n in (0, 0, 7, 300, 0, 0, 1, 2, 0, 0, 4, 3))
+    decoded = wire.decode_int32_buffer(base64.b64encode(data).decode(), layers=2, top_k=2)
+    assert decoded.dtype == np.int32
+    assert decoded.tolist() == [[[0, 0], [7, 300]], [[0, 0], [1, 2]], [[0, 0], [4, 3]]]
+
+
+def test_a_buffer_that_does_not_fit_the_layout_is_refused():
+    encoded = base64.b64encode(bytes(48)).decode()
+    with pytest.raises(PayloadError, match="no whole number of rows of 5 layers and top-2"):
+        wire.decode_int32_buffer(encoded, layers=5, top_k=2)
+    with pytest.raises(PayloadError, match="SGLang sends a base64 string"):
+        wire.decode_int32_buffer([1], layers=1, top_k=1)
+
+
+def test_parts_of_different_models_are_not_joined():
+    with pytest.raises(PayloadError, match="do not fit together"):
+        wire.join([np.zeros((1, 2, 2), np.int32), np.zeros((1, 3, 2), np.int32)])

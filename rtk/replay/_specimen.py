@@ -1,0 +1,83 @@
+"""What a fault is made from, and what it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rtk.errors import ShardError
+from rtk.layout import ModelLayout
+from rtk.replay._sides import Ids
+from rtk.replay.check import check
+from rtk.replay.report import ReplayReport
+from rtk.replay.shard import Shard
+from rtk.trace import RouteTrace
+
+
+@dataclass(frozen=True, eq=False)
+class Specimen:
+    """A faulty replay, as a checker meets it.
+
+    Attributes:
+        traces: what the rollout recorded.
+        shard: the shard that replays it.
+        options: the keyword arguments of `rtk.replay.check` for what else is known.
+    """
+
+    traces: tuple[RouteTrace, ...]
+    shard: Shard
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, **more: Any) -> ReplayReport:
+        """Run `rtk.replay.check` on it; `more` are further arguments of it."""
+        return check(self.traces, self.shard, **{**self.options, **more})
+
+
+@dataclass(frozen=True)
+class Clean:
+    """What a fault is made from.
+
+    Attributes:
+        traces: clean traces.
+        engine: the same tokens on the trainer's engine.
+        rng: chooses where the fault sits.
+        shard: a pipeline stage with at least one router.
+    """
+
+    traces: list[RouteTrace]
+    engine: list[RouteTrace]
+    rng: np.random.Generator
+
+    @property
+    def first(self) -> RouteTrace:
+        return self.traces[0]
+
+    shard: Shard
+
+    def record(self, index: int = 0) -> dict[int, Ids]:
+        """What the trainer's routers chose for one sequence."""
+        trace = self.engine[index]
+        rows = self.traces[index].rows
+        return {layer + 1: trace.routed_experts[:rows, layer] for layer in trace.layout.moe_layers}
+
+
+def stage(layout: ModelLayout, rng: np.random.Generator) -> Shard:
+    """Any pipeline stage that has a router."""
+    sizes = [size for size in (1, 2, 4) if layout.num_layers % size == 0]
+    size = int(rng.choice(sizes))
+    stages = [Shard(layout, pipeline_size=size, pipeline_rank=rank) for rank in range(size)]
+    usable = [stage for stage in stages if stage.router_layer_numbers]
+    return usable[int(rng.integers(len(usable)))]
+
+
+def need(met: bool, what: str) -> None:
+    if not met:
+        raise ShardError(f"these traces cannot show this fault: it needs {what}")
+
+
+def changed(trace: RouteTrace, routes: Ids) -> RouteTrace:
+    return dataclasses.replace(trace, routed_experts=routes)

@@ -1,0 +1,152 @@
+"""Faults of the trainer: the trace is right, and something else is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rtk.errors import ShardError
+from rtk.replay._laid import Laid
+from rtk.replay._specimen import Clean, Specimen, need
+from rtk.replay.shard import Shard
+from rtk.trace import RouteTrace
+
+
+def wrapped_tensors(clean: Clean) -> Specimen:
+    trace = clean.first
+    need(trace.layout.num_experts > 256, "more than 256 experts")
+    need(int(trace.routed_experts.max()) >= 256, "a token that goes past expert 255")
+    tensors = [trace.routed_experts[:, n - 1] % 256 for n in clean.shard.router_layer_numbers]
+    return Specimen((trace,), clean.shard, {"tensors": tensors})
+
+
+def context_order(clean: Clean) -> Specimen:
+    """Routes cut zigzag, the model contiguous; any rank shows it, some less than others."""
+    trace = clean.first
+    need(trace.rows >= 32, "32 rows or more")
+    size = 2 if trace.rows < 128 else 4
+    rank = int(clean.rng.integers(size))
+    batch = Laid.padded([trace], multiple=2 * size)
+    shard = dataclasses.replace(clean.shard, context_size=size, context_rank=rank, context_order="contiguous")
+    wrong = dataclasses.replace(shard, context_order="zigzag")
+    return Specimen((trace,), shard, {"batch": batch, "tensors": batch.expanded([trace], wrong)})
+
+
+def layer_offset(clean: Clean) -> Specimen:
+    """The offset of a chunk into the list of MoE layers counts the dense layers before it too."""
+    trace, layout = clean.first, clean.first.layout
+    for size in (2, 3, 4):
+        if layout.num_layers % size == 0:
+            for rank in range(1, size):
+                shard = Shard(layout, pipeline_size=size, pipeline_rank=rank)
+                before = sum(layer + 1 < shard.layer_numbers[0] for layer in layout.dense_layers)
+                if before and shard.router_layer_numbers:
+                    start = layout.moe_layers.index(shard.router_layer_numbers[0] - 1) + before
+                    taken = [
+                        layout.moe_layers[(start + i) % len(layout.moe_layers)]
+                        for i in range(len(shard.router_layer_numbers))
+                    ]
+                    wrong = [layer + 1 for layer in taken] != list(shard.router_layer_numbers)
+                    if wrong:
+                        tensors = [trace.routed_experts[:, layer] for layer in taken]
+                        return Specimen((trace,), shard, {"tensors": tensors})
+    raise ShardError(
+        "these traces cannot show this fault: it needs a dense layer before a later pipeline stage"
+    )
+
+
+def mtp_numbering(clean: Clean) -> Specimen:
+    """The MTP layer's router says layer 1, as the backbone's first does, and gets that one's routes."""
+    trace = clean.first
+    numbers = (*clean.shard.router_layer_numbers, 1)
+    tensors = [trace.routed_experts[:, n - 1] for n in numbers]
+    return Specimen((trace,), clean.shard, {"tensors": tensors, "layer_numbers": numbers})
+
+
+def packed_without_padding(clean: Clean) -> Specimen:
+    traces = clean.traces
+    need(len(traces) > 1, "two sequences or more")
+    batch = Laid.packed(traces, multiple=8)
+    need(batch.row[: traces[0].rows + 1].min() < 0, "a first sequence that is not a multiple of 8 rows")
+    joined = Laid.packed(traces, multiple=1, length=len(batch.row))
+    return Specimen(
+        tuple(traces), clean.shard, {"batch": batch, "tensors": joined.expanded(traces, clean.shard)}
+    )
+
+
+def stale_queue(clean: Clean) -> Specimen:
+    """The backward pass of this step pops what a forward-only schedule left in the queue."""
+    need(len(clean.traces) > 1, "two sequences or more")
+    now, before = clean.traces[0], clean.traces[1]
+    rows = min(now.rows, before.rows)
+    need(rows >= 8, "sequences of 8 rows or more")
+    now, before = _cut(now, rows), _cut(before, rows)
+    tensors = [before.routed_experts[:, n - 1] for n in clean.shard.router_layer_numbers]
+    return Specimen((now,), clean.shard, {"tensors": tensors, "others": {"the microbatch before": before}})
+
+
+def _cut(trace: RouteTrace, rows: int) -> RouteTrace:
+    return dataclasses.replace(
+        trace,
+        token_ids=trace.token_ids[:rows],
+        token_text=trace.token_text[:rows],
+        prompt_tokens=min(trace.prompt_tokens, rows),
+        routed_experts=trace.routed_experts[:rows],
+        logprobs=None,
+    )
+
+
+def repeated_padding(clean: Clean) -> Specimen:
+    trace = clean.first
+    need(trace.layout.top_k > 1, "top-2 or more")
+    batch = Laid.padded([trace], length=trace.rows + 4)
+    tensors = batch.expanded([trace], clean.shard)
+    for tensor in tensors:
+        tensor[batch.row < 0] = 0
+    return Specimen((trace,), clean.shard, {"batch": batch, "tensors": tensors})
+
+
+def unbalanced_padding(clean: Clean) -> Specimen:
+    trace, layout = clean.first, clean.first.layout
+    ranks = next(
+        (n for n in (8, 4, 2) if layout.num_experts % n == 0 and layout.num_experts // n >= layout.top_k), 1
+    )
+    need(ranks > 1, "experts for two expert-parallel ranks")
+    need(ranks > 2 or layout.top_k * 2 < layout.num_experts, "more experts")
+    batch = Laid.padded([trace], length=trace.rows + 64)
+    shard = dataclasses.replace(clean.shard, expert_size=ranks)
+    tensors = batch.expanded([trace], shard)
+    for tensor in tensors:
+        tensor[batch.row < 0] = np.arange(layout.top_k)
+    return Specimen((trace,), shard, {"batch": batch, "tensors": tensors})
+
+
+def repeated_turns(clean: Clean) -> Specimen:
+    """Three turns, each of which brings the rows of all turns before it again."""
+    trace = clean.first
+    need(trace.rows >= 24, "24 rows or more")
+    thirds = [trace.rows // 3, 2 * trace.rows // 3, trace.rows]
+    tensors = [
+        np.concatenate([trace.routed_experts[:stop, n - 1] for stop in thirds])
+        for n in clean.shard.router_layer_numbers
+    ]
+    return Specimen((trace,), clean.shard, {"tensors": tensors})
+
+
+def prompt_alignment(clean: Clean) -> Specimen:
+    """Prompts end and completions begin at one column; routes begin at the first."""
+    traces = clean.traces
+    need(len({trace.prompt_tokens for trace in traces}) > 1, "prompts of different lengths")
+    batch = Laid.meeting(traces)
+    wrong = Laid.padded(traces, length=batch.length)
+    return Specimen(
+        tuple(traces), clean.shard, {"batch": batch, "tensors": wrong.expanded(traces, clean.shard)}
+    )
+
+
+def off_by_one(clean: Clean) -> Specimen:
+    trace = clean.first
+    batch = Laid.padded([trace], length=trace.rows + 1)
+    wrong = Laid.padded([trace], length=trace.rows + 1, side="left")
+    return Specimen((trace,), clean.shard, {"batch": batch, "tensors": wrong.expanded([trace], clean.shard)})

@@ -1,0 +1,68 @@
+"""Routes of the tiny model on engines that truly differ: transformers in float32, in bfloat16, and with other weights."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+
+from rtk import ModelLayout, RouteTrace, _shipped
+
+
+@cache
+def load(dtype: str, noise: float = 0.0):
+    """The tiny model; `noise` adds that share of each weight matrix's own spread, as an update would."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        _shipped.find("tiny_moe"), dtype=getattr(torch, dtype)
+    ).eval()
+    if noise:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
+    return model
+
+
+@cache
+def texts(tokens: int = 200) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Prompt length and token ids of one sampled text a prompt."""
+    import torch
+    import transformers
+
+    model = load("float32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_shipped.find("tiny_moe"))
+    prompts = [p for group in json.loads(_shipped.find("prompts.json").read_text()).values() for p in group]
+    sampled = []
+    for number, prompt in enumerate(prompts):
+        torch.manual_seed(number)
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            whole = model.generate(ids, do_sample=True, max_new_tokens=tokens, top_k=0, pad_token_id=0)
+        sampled.append((ids.shape[1], tuple(whole[0].tolist())))
+    return tuple(sampled)
+
+
+@cache
+def traces(dtype: str, noise: float = 0.0) -> tuple[RouteTrace, ...]:
+    """One trace a text, with the logprobs of the generated tokens, of one forward pass."""
+    import torch
+
+    model = load(dtype, noise)
+    layout = ModelLayout.from_config(_shipped.find("tiny_moe"))
+    made = []
+    for prompt, ids in texts():
+        with torch.no_grad():
+            output = model(torch.tensor([ids[:-1]]), output_router_logits=True, use_cache=False)
+        routes = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), np.uint8)
+        for layer, logits in zip(layout.moe_layers, output.router_logits, strict=True):
+            routes[:, layer] = logits.float().topk(layout.top_k).indices.numpy()
+        log_p = output.logits[0].float().log_softmax(-1)
+        logprobs = log_p[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][prompt - 1 :].numpy()
+        made.append(RouteTrace(np.array(ids), ("x",) * len(ids), prompt, routes, layout, logprobs=logprobs))
+    return tuple(made)
