@@ -107,6 +107,7 @@ class RemoteInferenceGenerator:
         session_id: str | None = None,
         cache_salt: str | None = None,
         features: Mapping[str, Any] | None = None,
+        model: str | None = None,
         on_chunk: Callable[[GenerateChunk], None] | None = None,
     ) -> RemoteGenerateResult:
         """Generate one sequence.
@@ -119,6 +120,7 @@ class RemoteInferenceGenerator:
             session_id: sent as X-Session-ID, for routers that keep a conversation on one server.
             cache_salt: keeps the prefix cache apart from that of other salts.
             features: multi-modal inputs, passed on as they are.
+            model: for this call, instead of model_name; for example the name of a loaded LoRA adapter.
             on_chunk: called with each piece as it is generated; the answer is then streamed.
 
         Raises:
@@ -136,7 +138,7 @@ class RemoteInferenceGenerator:
             )
         body = form.body(token_ids, sampling_params, routed_experts=routed_experts)
         # Servers reject some of these as null, so what is not set is not sent.
-        optional = {"model": self.model_name, "cache_salt": cache_salt, "features": features}
+        optional = {"model": model or self.model_name, "cache_salt": cache_salt, "features": features}
         body |= {name: value for name, value in optional.items() if value is not None}
         headers = {} if session_id is None else {"X-Session-ID": session_id}
         if on_chunk is None:
