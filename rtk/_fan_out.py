@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import weakref
 from collections.abc import Coroutine, Hashable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import aiohttp
 
-from rtk.errors import RequestRejected, ServerError, ServerFailed, ServerUnreachable
+from rtk.errors import PayloadError, RequestRejected, ServerError, ServerFailed, ServerUnreachable
 from rtk.generator import RetryPolicy
 
 K = TypeVar("K", bound=Hashable)
@@ -37,18 +39,14 @@ class LoopCap:
             weakref.WeakKeyDictionary()
         )
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` once there is room for it."""
+    def here(self) -> AbstractAsyncContextManager[Any]:
+        """To be held by a call while it runs: `async with cap.here(): ...`."""
         if self.limit is None:
-            return await work
+            return contextlib.nullcontext()
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
             self._by_loop[loop] = asyncio.Semaphore(self.limit)
-        try:
-            async with self._by_loop[loop]:
-                return await work
-        finally:
-            work.close()  # if it was cancelled before there was room
+        return self._by_loop[loop]
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.limit,)
@@ -105,6 +103,20 @@ async def call(
             _log.info("%s: %s; sending it again in %s s", url, error, retry.wait_s)
             await asyncio.sleep(retry.wait_s)
     raise ValueError(f"a retry policy allows at least one try, not {retry.tries}")
+
+
+def field(answer: Any, key: str, kind: type[T], url: str) -> T:
+    """answer[key], where it is of that kind.
+
+    Raises:
+        PayloadError: it is not.
+    """
+    value = answer.get(key) if isinstance(answer, dict) else None
+    if not isinstance(value, kind):
+        raise PayloadError(
+            f"{url} answered {str(answer)[:200]!r}, without a {key!r} of type {kind.__name__}. Is it a vLLM server?"
+        )
+    return value
 
 
 class _NoAnswer(Exception):

@@ -80,11 +80,11 @@ class FanOutError(ServerError):
 
 
 class BatchError(RtkError):
-    """Some prompts of a batch failed; the others were finished, and are kept.
+    """Some items of a batch (prompts, or texts to tokenize) failed; the others were finished, and are kept.
 
     Attributes:
-        failures: what went wrong, by the prompt's place in the batch, from 0.
-        results: what was generated for the others, by the prompt's place in the batch.
+        failures: what went wrong, by the item's place in the batch, from 0.
+        results: what came back, by the item's place in the batch.
     """
 
     def __init__(self, failures: Mapping[int, Exception], results: Mapping[int, Any]) -> None:
@@ -94,12 +94,12 @@ class BatchError(RtkError):
         self.results = dict(results)
 
     def __str__(self) -> str:
-        shown = [f"\n  prompt {place}: {_line(error)}" for place, error in list(self.failures.items())[:8]]
+        shown = [f"\n  item {place}: {_line(error)}" for place, error in list(self.failures.items())[:8]]
         more = "\n  ..." if len(self.failures) > len(shown) else ""
-        total = len(self.failures) + len(self.results)
+        total = len(self.failures.keys() | self.results.keys())
         return (
-            f"{len(self.failures)} of {total} prompts failed (counted from 0):{''.join(shown)}{more}\n"
-            f"The {len(self.results)} others are in this error's .results"
+            f"{len(self.failures)} of {total} items of the batch failed (counted from 0):{''.join(shown)}{more}\n"
+            f"What came back for {len(self.results)} of them is in this error's .results"
         )
 
 
