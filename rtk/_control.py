@@ -16,7 +16,6 @@ T = TypeVar("T")
 PauseMode = Literal["abort", "keep", "wait"]
 _PAUSE_MODES = ("abort", "keep", "wait")
 _HEALTH_TIMEOUT_S = 5.0
-# Sent once: the second of two calls to load one adapter is refused.
 _ONCE = RetryPolicy(tries=1)
 
 
@@ -56,37 +55,39 @@ class ControlPlane:
         if mode not in _PAUSE_MODES:
             raise ValueError(f"mode is {mode!r}; it is one of {', '.join(map(repr, _PAUSE_MODES))}")
         params = {"mode": mode, "clear_cache": str(clear_cache).lower()}
-        return await self.call_all_servers("POST", "/pause", params=params)
+        return await self._set_all("/pause", params=params)
 
     async def resume(self) -> dict[str, Any]:
         """Generate again, on every server."""
-        return await self.call_all_servers("POST", "/resume")
+        return await self._set_all("/resume")
 
     async def is_paused(self) -> dict[str, bool]:
         """Whether each server is paused."""
         return await self._ask_all("/is_paused", "is_paused", bool)
 
-    async def sleep(self, level: Literal[1, 2] = 2) -> dict[str, Any]:
+    async def sleep(self, level: Literal[0, 1, 2] = 2) -> dict[str, Any]:
         """Free the memory of every server's accelerators; needs vLLM's --enable-sleep-mode.
 
+        Running requests are aborted, and new ones wait for `wake_up`; `pause("wait")` first lets them finish.
+
         Args:
-            level: 1 keeps a copy of the weights in main memory. 2, which is SkyRL's default, drops them: after
+            level: 0 frees nothing. 1 keeps a copy of the weights in main memory. 2, which is SkyRL's default, drops them: after
                 `wake_up` they have to be sent again, and until then the server generates nonsense.
         """
-        return await self.call_all_servers("POST", "/sleep", params={"level": str(int(level))})
+        return await self._set_all("/sleep", params={"level": str(int(level))})
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Take the memory back, on every server.
+        """Take the memory back, on every server, and generate again once all of it is back.
 
         Args:
-            tags: what to wake: "weights", "kv_cache" or both; None wakes everything.
+            tags: what to wake: "weights", "kv_cache" or both; None wakes everything. It ends a `pause` too.
         """
         if isinstance(tags, str):
             raise ValueError(f"tags is one string; write [{tags!r}]")
-        return await self.call_all_servers("POST", "/wake_up", params={"tags": list(tags)} if tags else None)
+        return await self._set_all("/wake_up", params={"tags": list(tags)} if tags else None)
 
     async def is_sleeping(self) -> dict[str, bool]:
-        """Whether each server sleeps."""
+        """Whether each server sleeps; vLLM 0.30 says so of a paused one too."""
         return await self._ask_all("/is_sleeping", "is_sleeping", bool)
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class ControlPlane:
             reset_running_requests: whether running requests give their blocks up and start again.
         """
         params = {"reset_running_requests": str(reset_running_requests).lower()}
-        return await self.call_all_servers("POST", "/reset_prefix_cache", params=params)
+        return await self._set_all("/reset_prefix_cache", params=params)
 
     async def get_weight_version(self) -> dict[str, str]:
         """The version that each server gives its weights; servers that differ generate with other weights."""
@@ -106,9 +107,7 @@ class ControlPlane:
 
     async def update_weight_version(self, new_version: str | int) -> dict[str, Any]:
         """Tell every server the version of the weights it has; the weights themselves stay as they are."""
-        return await self.call_all_servers(
-            "POST", "/update_weight_version", {"new_version": str(new_version)}
-        )
+        return await self._set_all("/update_weight_version", {"new_version": str(new_version)})
 
     async def load_lora_adapter(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False
@@ -121,16 +120,17 @@ class ControlPlane:
             load_inplace: whether an adapter that already has the name is replaced; else the server refuses.
         """
         body = {"lora_name": lora_name, "lora_path": lora_path, "load_inplace": load_inplace}
-        return await self.call_all_servers("POST", "/v1/load_lora_adapter", body, retry=_ONCE)
+        return await self.call_all_servers("POST", "/v1/load_lora_adapter", body)
 
     async def unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Unload an adapter on every server."""
         body = {"lora_name": lora_name}
-        return await self.call_all_servers("POST", "/v1/unload_lora_adapter", body, retry=_ONCE)
+        return await self.call_all_servers("POST", "/v1/unload_lora_adapter", body)
 
     async def get_server_info(self) -> dict[str, dict[str, Any]]:
         """Configuration, environment and system of each server, as vLLM reports them."""
-        return await self.call_all_servers("GET", "/server_info", params={"config_format": "json"})
+        params = {"config_format": "json"}
+        return await self.call_all_servers("GET", "/server_info", params=params, retry=self.control_retry)
 
     async def get_world_size(self) -> tuple[int, int]:
         """How many workers (one an accelerator) there are in all, and in one deployment.
@@ -164,16 +164,16 @@ class ControlPlane:
         body: Mapping[str, Any] | None = None,
         *,
         params: Mapping[str, Any] | None = None,
-        retry: RetryPolicy | None = None,
+        retry: RetryPolicy = _ONCE,
     ) -> dict[str, Any]:
-        """The same request to every server; what the other control methods do, for endpoints without one.
+        """The same request to every server, for the endpoints that have no method here.
 
         Args:
             method: "GET" or "POST".
             path: of the endpoint, for example "/collective_rpc".
             body: sent as JSON.
             params: the query's parameters; a list is sent as several of that name.
-            retry: instead of control_retry.
+            retry: when it is sent again; by default never, since not every endpoint may be called twice.
 
         Returns:
             Each server's answer by its address: a JSON value, a text, or None where it is empty.
@@ -181,7 +181,6 @@ class ControlPlane:
         Raises:
             FanOutError: some servers failed. All the others were left to finish.
         """
-        retry = retry or self.control_retry
         return await self._fan_out(
             f"{method} {path}",
             {
@@ -189,6 +188,12 @@ class ControlPlane:
                 for url in self.server_urls
             },
         )
+
+    async def _set_all(
+        self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A POST that sets a state, and so may be sent again."""
+        return await self.call_all_servers("POST", path, body, params=params, retry=self.control_retry)
 
     async def _ask_all(self, path: str, key: str, kind: type[T]) -> dict[str, T]:
         """`key` of each server's answer; an answer without it counts as that server's failure."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import weakref
 from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -18,6 +17,9 @@ from rtk.generator import RetryPolicy
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+
+# What a proxy answers for a server that is down or starting.
+_PROXY_STATUSES = (502, 503, 504)
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +37,7 @@ class LoopCap:
         if limit is not None and limit < 1:
             raise ValueError(f"a cap lets at least one call through, not {limit}; None means no cap")
         self.limit = limit
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_loop: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def here(self) -> AbstractAsyncContextManager[Any]:
         """To be held by a call while it runs: `async with cap.here(): ...`."""
@@ -45,6 +45,8 @@ class LoopCap:
             return contextlib.nullcontext()
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
+            # A semaphore holds on to its loop, so that weak keys would never let go of one.
+            self._by_loop = {known: s for known, s in self._by_loop.items() if not known.is_closed()}
             self._by_loop[loop] = asyncio.Semaphore(self.limit)
         return self._by_loop[loop]
 
@@ -85,7 +87,7 @@ async def call(
 
     Raises:
         RequestRejected: a 4xx status.
-        ServerFailed: a 5xx status, a web page instead of an answer, or an answer that says `success: false`.
+        ServerFailed: a 5xx status, a proxy's text instead of an answer, or an answer that says `success: false`.
         ServerUnreachable: no connection after all tries, or no answer in time.
     """
     for tries_left in reversed(range(retry.tries)):
@@ -120,11 +122,11 @@ def field(answer: Any, key: str, kind: type[T], url: str) -> T:
 
 
 class _NoAnswer(Exception):
-    """What came back was written by a proxy or another program; carries the status for the final error."""
+    """What came back was written by a proxy or a web server; carries the status for the final error."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
-        super().__init__(f"HTTP {status} with a web page instead of an answer: {text[:200]!r}")
+        super().__init__(f"HTTP {status} with a text that is no inference server's: {text[:200]!r}")
 
 
 def _checked(raw: bytes, status: int, content_type: str, url: str) -> Any:
@@ -133,10 +135,9 @@ def _checked(raw: bytes, status: int, content_type: str, url: str) -> Any:
         answer = json.loads(raw) if raw.strip() else None
     except ValueError:
         answer = text
-    if content_type == "text/html":
-        answer = text
-        if status < 400 or status >= 500:
-            raise _NoAnswer(status, text)
+    proxys = content_type == "text/html" or (status in _PROXY_STATUSES and isinstance(answer, str))
+    if proxys and not 400 <= status < 500:
+        raise _NoAnswer(status, text)
     reason = _reason(answer)
     if 400 <= status < 500:
         raise RequestRejected(

@@ -40,7 +40,7 @@ class RemoteInferenceClient(ControlPlane):
         control_timeout_s: seconds that a server has for a control call, the waiting of `pause("wait")` included;
             None waits forever.
         control_retry: when a control call is sent again: where there was no connection, or it was dropped.
-            All but LoRA's may be repeated, since each sets a state and does not change it step by step.
+            LoRA calls and `call_all_servers` are sent once: a repeated one might be refused, or do more.
         generator: everything else is the RemoteInferenceGenerator's, for example headers=... or retry=....
 
     Raises:
