@@ -20,6 +20,13 @@ T = TypeVar("T")
 
 # What a proxy answers for a server that is down or starting.
 _PROXY_STATUSES = (502, 503, 504)
+_NO_PATH = (
+    ". Set VLLM_SERVER_DEV_MODE=1 before starting vLLM, and for LoRA VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; a router "
+    "does not have these paths, so name the servers themselves in server_urls"
+)
+_CACHE_IN_USE = (
+    '. Requests still use the cache: pause with "wait" or "abort" first, or say reset_running_requests=True'
+)
 
 _log = logging.getLogger(__name__)
 
@@ -140,13 +147,17 @@ def _checked(raw: bytes, status: int, content_type: str, url: str) -> Any:
         raise _NoAnswer(status, text)
     reason = _reason(answer)
     if 400 <= status < 500:
+        unknown_path = status == 404 and answer in (None, "", {"detail": "Not Found"})
         raise RequestRejected(
-            f"{url} refused the request (HTTP {status}): {reason}{_hint(status)}", url=url, status=status
+            f"{url} refused the request (HTTP {status}): {reason}{_NO_PATH if unknown_path else ''}",
+            url=url,
+            status=status,
         )
     if status >= 500:
         raise ServerFailed(f"{url} failed (HTTP {status}): {reason}", url=url, status=status)
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise ServerFailed(f"{url} answers that it did not succeed: {reason}", url=url, status=status)
+        hint = _CACHE_IN_USE if url.endswith("/reset_prefix_cache") else ""
+        raise ServerFailed(f"{url} answers that it did not succeed: {reason}{hint}", url=url, status=status)
     return answer
 
 
@@ -158,16 +169,6 @@ def _reason(answer: object) -> str:
             error = error.get("message")
         return error if isinstance(error, str) else json.dumps(answer)[:500]
     return str(answer)[:500] if answer else "no explanation"
-
-
-def _hint(status: int) -> str:
-    if status == 404:
-        return (
-            ". If the path is unknown there, set VLLM_SERVER_DEV_MODE=1 before starting vLLM, and for LoRA "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; a router does not have these paths, so name the servers "
-            "themselves in server_urls"
-        )
-    return ""
 
 
 def _final(error: Exception, url: str) -> ServerError:

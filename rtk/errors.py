@@ -70,11 +70,15 @@ class FanOutError(ServerError):
     def __init__(self, call: str, failures: Mapping[str, Exception], answers: Mapping[str, Any]) -> None:
         self.failures = dict(failures)
         self.answers = dict(answers)
-        why = "".join(f"\n  {url}: {_line(error)}" for url, error in self.failures.items())
-        rest = ", ".join(self.answers) if self.answers else "no server"
+        why = "".join(f"\n  {_line(error, url)}" for url, error in self.failures.items())
+        rest = "It succeeded on none"
+        if self.answers:
+            rest = (
+                f"It succeeded on {', '.join(self.answers)}. The servers differ now: call it again, or undo it "
+                "where it succeeded"
+            )
         super().__init__(
-            f"{call} failed on {len(self.failures)} of {len(self.failures) + len(self.answers)} servers:{why}\n"
-            f"It succeeded on {rest}. The servers differ now: call it again, or undo it where it succeeded",
+            f"{call} failed on {len(self.failures)} of {len(self.failures) + len(self.answers)} servers:{why}\n{rest}",
             url=next(iter(self.failures)),
         )
 
@@ -131,8 +135,9 @@ class LoopError(RtkError):
     """A blocking call was made where it would wait for itself, or its loop is gone."""
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")
+def _line(error: Exception, url: str = "") -> str:
+    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    return text if url in text else f"{url}: {text}"
 
 
 def _rebuild(kind: type[ServerError], message: str, state: dict[str, object]) -> ServerError:

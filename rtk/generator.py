@@ -184,6 +184,11 @@ class RemoteInferenceGenerator:
         generated_tokens: int,
     ) -> routes.Routes:
         decoded = form.routed_experts(payload, choice)
+        if decoded is None and form.finish_reason(choice) == "abort":
+            raise RoutesMissing(
+                f"{self.proxy_url} aborted the request after {generated_tokens} tokens and sent no routed experts "
+                "for them, as vLLM does in a stream or before it began. Send it again once the server goes on"
+            )
         if decoded is None:
             raise RoutesMissing(
                 f"{self.proxy_url} sent no routed experts. Start vLLM or SGLang with --enable-return-routed-experts "

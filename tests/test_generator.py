@@ -166,6 +166,15 @@ def test_a_server_without_routes_says_which_flag(vllm_answers):
     assert "--enable-return-routed-experts" in str(error)
 
 
+def test_an_aborted_request_without_routes_says_so(vllm_answers):
+    """vLLM 0.30 sends none for a stream that `/pause?mode=abort` ends."""
+    payload = json.loads(vllm_answers["plain"]["text"])
+    payload["choices"][0] |= {"routed_experts": None, "finish_reason": "abort"}
+    error, _ = ask(text(json.dumps(payload)), routed_experts=True)
+    assert isinstance(error, RoutesMissing)
+    assert "aborted the request after 2 tokens" in str(error)
+
+
 def test_routes_of_other_tokens_are_refused(vllm_answers):
     payload = json.loads(vllm_answers["plain"]["text"])
     payload["choices"][0]["token_ids"] = [12]
