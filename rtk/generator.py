@@ -253,7 +253,8 @@ class RemoteInferenceGenerator:
             on_chunk(chunk)
         if choice is None or form.finish_reason(choice) is None:
             raise PayloadError(
-                f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason"
+                f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason. vLLM 0.30 may end "
+                "one so when it aborts the request, as a pause does"
             )
         return GenerateChunk(token_ids, logprobs), choice, event
 
