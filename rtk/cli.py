@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,22 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--watch-stdin", action="store_true", help="stop when standard input is closed")
     serve.set_defaults(run=_serve)
 
+    doctor = commands.add_parser(
+        "doctor", help="check that a running server gives routes, and that they are plausible"
+    )
+    doctor.add_argument("url", help="the server's address, for example http://127.0.0.1:8000")
+    doctor.add_argument("--model", help="the model's name there, where the server has several")
+    doctor.add_argument(
+        "--layout",
+        type=Path,
+        help="the model's config.json, or its folder, where the server does not tell it",
+    )
+    doctor.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="environment variable that holds the server's API key"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.set_defaults(run=_doctor)
+
     demo = commands.add_parser(
         "demo", help="the whole road once: serve, sample, show usage, check the replay"
     )
@@ -72,6 +89,31 @@ def _serve(options: argparse.Namespace) -> int:
         watch_stdin=options.watch_stdin,
     )
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """0: nothing failed. 1: a check failed. 2: there was nothing to examine."""
+    from rtk.layout import ModelLayout
+    from rtk.session import connect
+
+    try:
+        layout = ModelLayout.from_config(options.layout) if options.layout else None
+        with connect(options.url, model=options.model, layout=layout, api_key=_api_key(options)) as session:
+            report = session.doctor()
+    except RtkError as error:
+        print(f"rtk: {error}", file=sys.stderr)
+        return 2
+    print(report.to_json(indent=2) if options.json else report)
+    return 0 if report.ok else 1
+
+
+def _api_key(options: argparse.Namespace) -> str | None:
+    if options.api_key_env is None:
+        return None
+    try:
+        return os.environ[options.api_key_env]
+    except KeyError as error:
+        raise RtkError(f"--api-key-env: there is no environment variable {options.api_key_env}") from error
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rtk import loops
 from rtk._text import TokenTexts
+from rtk.doctor import DoctorReport, examine
 from rtk.errors import LayoutError, PayloadError, RequestRejected, ServerFailed, UnknownModel
 from rtk.generator import RemoteInferenceGenerator, RetryPolicy, Server
 from rtk.layout import ModelLayout
@@ -140,6 +141,14 @@ class Session:
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """The server's text for token ids."""
         return loops.background.run(self._texts.decode(token_ids))
+
+    def doctor(self) -> DoctorReport:
+        """Whether the server is fit to give routes, in a few short requests; see `rtk.doctor.examine`."""
+        return loops.background.run(examine(self))
+
+    async def adoctor(self) -> DoctorReport:
+        """As `doctor`, awaitable."""
+        return await loops.background.arun(examine(self))
 
     def close(self) -> None:
         """Close the connections. Never raises."""

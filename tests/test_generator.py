@@ -1,4 +1,5 @@
 import asyncio
+import base64
 import gc
 import json
 import os
@@ -8,9 +9,17 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rtk import RemoteInferenceGenerator, RetryPolicy
-from rtk.errors import PayloadError, RequestRejected, RoutesMissing, ServerFailed, ServerUnreachable
+from rtk import ModelLayout, RemoteInferenceGenerator, RetryPolicy
+from rtk.errors import (
+    LayoutError,
+    PayloadError,
+    RequestRejected,
+    RoutesMissing,
+    ServerFailed,
+    ServerUnreachable,
+)
 
+from .conftest import FIXTURES
 from .stub import disconnect, events, serving, text
 from .test_loops import exit_status, fork
 
@@ -18,13 +27,13 @@ QUICK = RetryPolicy(tries=3, wait_s=0.01)
 PROMPT = [5, 6, 7, 8]
 
 
-def ask(*answers, tries=QUICK, routed_experts=False, server="vllm", model_name=None, **options):
+def ask(*answers, tries=QUICK, routed_experts=False, server="vllm", model_name=None, layout=None, **options):
     """One generate call against a stub; returns the result (or the error raised) and the stub."""
 
     async def run():
         async with serving(*answers) as stub:
             async with RemoteInferenceGenerator(
-                stub.url, model_name, server=server, retry=tries
+                stub.url, model_name, server=server, layout=layout, retry=tries
             ) as generator:
                 try:
                     params = {"max_tokens": 2}
@@ -267,6 +276,69 @@ def test_one_session_is_kept_and_made_again_after_closing(vllm_answers):
             await generator.aclose()
             assert (await generator.generate(PROMPT, {})).token_ids == [12, 12]
             await generator.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_completions_server_is_asked_for_token_ids():
+    answers = json.loads((FIXTURES / "vllm_0_30_completions.json").read_text())
+    result, stub = ask(text(answers["completions"]["text"]), routed_experts=True, server="completions")
+    assert stub.paths == ["/v1/completions"]
+    assert stub.bodies == [{"max_tokens": 2, "prompt": PROMPT, "return_token_ids": True}]
+    assert result.token_ids == [82, 278, 83, 12]
+    assert result.routed_experts.shape == (7, 8, 2)
+    chunks = []
+    stream = events(answers["completions_stream"]["text"])
+    streamed, _ = ask(stream, server="completions", on_chunk=chunks.append)
+    assert streamed.token_ids == [82, 278, 83]
+    assert [chunk.token_ids for chunk in chunks] == [[82], [278], [83]]
+    assert streamed.routed_experts is None
+
+
+def test_an_sglang_server_needs_the_layout_for_its_routes():
+    layout = ModelLayout(num_layers=2, moe_layers=(1,), num_experts=512, top_k=2)
+    routes = np.arange(20, dtype="<i4").reshape(5, 2, 2)
+    meta = {
+        "id": "c2f1",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-0.5, 11, None], [-0.25, 2, None]],
+        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+    }
+    answer = text(json.dumps({"text": "x", "meta_info": meta}))
+    result, stub = ask(answer, routed_experts=True, server="sglang", layout=layout)
+    assert stub.paths == ["/generate"]
+    assert (result.token_ids, result.stop_reason, result.request_id) == ([11, 2], "stop", "c2f1")
+    np.testing.assert_array_equal(result.routed_experts, routes)
+    error, stub = ask(answer, routed_experts=True, server="sglang")
+    assert isinstance(error, LayoutError) and not stub.paths
+    # A layout of half the layers divides the bytes too, but gives twice the rows.
+    half = ModelLayout(num_layers=1, moe_layers=(0,), num_experts=512, top_k=2)
+    error, _ = ask(answer, routed_experts=True, server="sglang", layout=half)
+    assert isinstance(error, PayloadError) and "routes of 10 tokens" in str(error)
+
+
+@pytest.mark.parametrize(("server", "routed_experts"), [("completions", True), ("sglang", False)])
+def test_what_cannot_be_streamed_is_refused_before_anything_is_sent(server, routed_experts):
+    error, stub = ask(text("{}"), server=server, routed_experts=routed_experts, on_chunk=print)
+    assert isinstance(error, ValueError) and not stub.paths
+
+
+def test_a_session_that_a_fork_copied_is_left_alone(vllm_answers, monkeypatch):
+    async def run():
+        async with serving(text(vllm_answers["plain"]["text"])) as stub:
+            async with RemoteInferenceGenerator(stub.url) as generator:
+                await generator.generate(PROMPT, {})
+                parents = generator._session
+                with monkeypatch.context() as child:
+                    child.setattr("os.getpid", lambda: -1)
+                    await generator.generate(PROMPT, {})
+                    assert generator._session is not parents
+                    assert not parents.closed
+                    await generator.aclose()
+                    generator._session, generator._session_pid = parents, 1
+                    await generator.aclose()
+                    assert not parents.closed
+                await parents.close()
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 import rtk
 from rtk import ModelLayout, RemoteInferenceGenerator, RetryPolicy, _shipped, compare
@@ -34,6 +35,40 @@ def test_connect_finds_out_what_is_served(session):
     assert session.layout.dense_layers == tuple(config["mlp_only_layers"])
     assert session.layout.num_experts == config["num_local_experts"]
     assert session.url in repr(session)
+
+
+@pytest.mark.parametrize(
+    ("paths", "server"),
+    [
+        ({"/inference/v1/generate": 405, "/skyrl/v1/generate": 405}, "skyrl"),
+        ({"/inference/v1/generate": 405}, "vllm"),
+        ({"/get_model_info": 200}, "sglang"),
+        ({}, "completions"),
+    ],
+)
+def test_connect_finds_out_which_kind_of_server_it_is(paths, server):
+    async def answer(request):
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "m"}]})
+        return web.json_response({}, status=paths.get(request.path, 404))
+
+    async def run():
+        async with serving(answer) as stub:
+            with await asyncio.to_thread(rtk.connect, stub.url) as session:
+                return session._generator.server
+
+    assert asyncio.run(run()) == server
+
+
+def test_completions_give_the_same_as_generate(session):
+    with rtk.connect(session.url, server="completions") as other:
+        texts = []
+        a = session.sample(PROMPT, max_tokens=8, temperature=0)
+        b = other.sample(PROMPT, max_tokens=8, temperature=0, on_text=texts.append)
+    assert a.result.token_ids == b.result.token_ids
+    np.testing.assert_allclose(a.result.logprobs, b.result.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(a.result.routed_experts, b.result.routed_experts)
+    assert texts == [b.text]
 
 
 def test_sample_gives_text_tokens_and_routes_that_belong_together(session):

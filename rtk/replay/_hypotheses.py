@@ -38,7 +38,11 @@ def _other_orders(trial: Trial) -> Iterator[Hypothesis]:
             after = min(everywhere, shares[1]) if shares[2] else everywhere
             shares = trial.region.agreement, after, int(there.sum())
         tries = math.log(len(trial.sides.orders))
-        yield trial.judged(order.fault, order.sentence, order.change, shares, log_tries=tries)
+        # Where another order has padding, copies hold padding, which is like no token's routes.
+        exact = trial.sides.exact
+        yield trial.judged(
+            order.fault, order.sentence, order.change, shares, log_tries=tries, accounts_for_all=exact
+        )
 
 
 def _shifted_layers(trial: Trial) -> Iterator[Hypothesis]:

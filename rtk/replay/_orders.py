@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from rtk.replay._sides import Order
+from rtk.replay.batch import Placement
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
 
@@ -41,7 +42,7 @@ class Tokens:
         return np.asarray(self.prompt[np.maximum(self.token, 0)] & (self.token >= 0))
 
 
-def tokens_of(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> Tokens:
+def tokens_of(traces: Sequence[RouteTrace], shard: Shard, batch: Placement | None) -> Tokens:
     """Number the tokens of all traces, and look up which of them each row of the shard holds."""
     sample = np.repeat(np.arange(len(traces)), [trace.rows for trace in traces])
     prompt = np.concatenate([np.arange(trace.rows) < trace.prompt_tokens for trace in traces])
@@ -51,13 +52,15 @@ def tokens_of(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> Tokens:
     return Tokens(token, padding, sample, prompt)
 
 
-def other_orders(traces: Sequence[RouteTrace], shard: Shard, batch: Any, token: Index) -> Iterator[Order]:
+def other_orders(
+    traces: Sequence[RouteTrace], shard: Shard, batch: Placement | None, token: Index
+) -> Iterator[Order]:
     """Orders that a trainer may have used by mistake for these traces, on this shard."""
     if batch is None:
         return
     size = shard.context_size
     if size > 1:
-        other = "contiguous" if shard.context_order == "zigzag" else "zigzag"
+        other: Literal["zigzag", "contiguous"] = "contiguous" if shard.context_order == "zigzag" else "zigzag"
         yield Order(
             "context-parallel order",
             f"tokens were cut over {size} context-parallel ranks {other}, while the model is cut {shard.context_order}",
@@ -140,7 +143,9 @@ def _other_side(traces: Sequence[RouteTrace], whole: Index, local: Any) -> Itera
             )
 
 
-def _local(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> tuple[Index, npt.NDArray[np.bool_]]:
+def _local(
+    traces: Sequence[RouteTrace], shard: Shard, batch: Placement
+) -> tuple[Index, npt.NDArray[np.bool_]]:
     here = batch.local(shard)
     rows = np.array([trace.rows for trace in traces])
     offsets = np.concatenate([[0], rows.cumsum()[:-1]])

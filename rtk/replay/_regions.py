@@ -49,7 +49,8 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
         if not bad.any():
             return None
         rows = np.flatnonzero(bad.any(axis=0))
-        return _region(same, compared, bad.any(axis=1), int(rows[0]), int(rows[-1]) + 1)
+        routers = np.asarray(bad.any(axis=1))
+        return _region(same, compared, routers, int(rows[0]), int(rows[-1]) + 1)
     columns = np.flatnonzero(compared)
     span = _span(~same[:, columns])
     low: npt.NDArray[np.bool_] = np.less(same[:, columns].mean(axis=1), min_agreement)
@@ -58,7 +59,7 @@ def find(sides: Sides, *, min_agreement: float) -> Region | None:
         start, stop = int(columns[span[0]]), int(columns[span[1] - 1]) + 1
         inside = same[:, start:stop][:, compared[start:stop]].mean(axis=1)
         # Where no layer is as bad as that, all of them are the region: a small drop is not of one layer.
-        routers: npt.NDArray[np.bool_] = np.less(inside, min_agreement)
+        routers = np.less(inside, min_agreement)
         if not routers.any():
             routers = np.ones(len(same), bool)
         return _region(same, compared, routers, start, stop)

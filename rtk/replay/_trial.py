@@ -46,16 +46,27 @@ class Trial:
         *,
         log_tries: float,
         chance: float | None = None,
+        accounts_for_all: bool = False,
     ) -> Hypothesis:
+        """The hypothesis with its verdict.
+
+        Args:
+            fault, sentence, change: as in Hypothesis.
+            shares: agreement before and after, and the rows that were compared.
+            log_tries: natural log of how many alternatives were tried to find it.
+            chance: how often unrelated tokens would agree; the region's own where left out.
+            accounts_for_all: whether it also says what stands in the rows that could not be compared.
+        """
         before, after, rows = shares
+        if rows * 2 < self.rows.sum() and not accounts_for_all:
+            # It speaks of less than half of what is to be explained.
+            return Hypothesis(fault, sentence, change, before, after, explains=False)
         chance = self.chance if chance is None else chance
         return Hypothesis(
             fault, sentence, change, before, after, self._explains(before, after, rows, chance, log_tries)
         )
 
     def _explains(self, before: float, after: float, rows: int, chance: float, log_tries: float) -> bool:
-        if rows * 2 < self.rows.sum():
-            return False  # it speaks of less than half of what is to be explained
         chance = min(max(chance, 1e-6), 1 - 1e-6)
         # Chernoff's bound on so many agreements of unrelated tokens, over all that was tried. Layers of one
         # token are not independent, so a token counts for at most four.

@@ -16,6 +16,7 @@ from rtk.replay._diagnose import Diagnosis, diagnose
 from rtk.replay._orders import Tokens, other_orders, tokens_of
 from rtk.replay._regions import MIN_AGREEMENT
 from rtk.replay._sides import Ids, Sides
+from rtk.replay.batch import Placement
 from rtk.replay.expand import expand
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
@@ -29,7 +30,7 @@ def check(
     traces: Traces,
     shard: Shard,
     *,
-    batch: Any = None,
+    batch: Placement | None = None,
     tensors: Sequence[npt.ArrayLike] | None = None,
     layer_numbers: Sequence[int] | None = None,
     tokens: int | None = None,
@@ -77,7 +78,7 @@ def check(
     place = tokens_of(several, shard, batch)
     live = tuple(shard.router_layer_numbers if layer_numbers is None else map(int, layer_numbers))
     if tensors is None:
-        tensors = _expanded(several, shard, batch)
+        tensors = expand(several, shard, batch=batch).tensors
     arrays = [np.asarray(tensor) for tensor in tensors]
     rows = len(place.token) if tokens is None else tokens
     findings = list(_alone(several, shard, place, live, arrays, rows, groups))
@@ -108,13 +109,6 @@ def _padding(
             if array.shape == (len(place.padding), shard.layout.top_k) and array.dtype.kind in "iu"
         ]
         yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding)
-
-
-def _expanded(traces: Sequence[RouteTrace], shard: Shard, batch: Any) -> Sequence[Ids]:
-    if batch is not None:
-        return expand(traces, shard, batch=batch).tensors
-    parts = [expand(trace, shard).tensors for trace in traces]
-    return [np.concatenate(of_layer) for of_layer in zip(*parts, strict=True)]
 
 
 def _alone(
@@ -158,7 +152,7 @@ class _Task:
     traces: Sequence[RouteTrace]
     shard: Shard
     place: Tokens
-    batch: Any
+    batch: Placement | None
     live: tuple[int, ...]
     others: Mapping[str, Sequence[RouteTrace]]
 

@@ -1,4 +1,4 @@
-"""Live megatron-core routers: read their layer numbers, install routes, record what they choose.
+"""Live megatron-core routers: read what a shard holds, install routes, record what routers choose.
 
 Written against megatron-core 0.16.1, whose `TopKRouter` holds a `RouterReplay` when the config says
 `moe_enable_routing_replay`. Importing this module needs torch and megatron-core.
@@ -7,12 +7,15 @@ Written against megatron-core 0.16.1, whose `TopKRouter` holds a `RouterReplay` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from rtk.errors import ShardError
+from rtk.layout import ModelLayout
 from rtk.replay.expand import ExpandedRoutes
+from rtk.replay.shard import Shard
 
 try:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -20,22 +23,81 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: pip install 'rtk[megatron]'", name=error.name) from error
 
+from rtk.replay import _megatron_shard
+
 Model = torch.nn.Module | Sequence[torch.nn.Module]
+
+# Routers that a session or a recording steers: two of them would undo each other's actions.
+_claimed: weakref.WeakSet[TopKRouter] = weakref.WeakSet()
+
+
+def shard_of(model: Model, layout: ModelLayout | None = None) -> Shard:
+    """Read off live modules which part of which model they are.
+
+    Sizes come from the modules' own config, ranks from the process groups that they were built with, and
+    layer numbers and top-k from each layer and router. What the resulting Shard says of its layers is then
+    compared with what the modules say.
+
+    Two things no module knows: whether the trainer cuts sequences zigzag or contiguous under context
+    parallelism (Megatron's own way, zigzag, is assumed), and what a batch looks like.
+
+    Args:
+        model: a module, wrapped or not, or the list of all chunks of a virtual pipeline.
+        layout: the whole model's layers and routers; read from the config's `num_layers`,
+            `moe_layer_freq`, `num_moe_experts` and `moe_router_topk` where it is not given.
+
+    Raises:
+        ShardError: the modules contradict their config or the layout, chunks are missing, or the config
+            says nothing about MoE layers.
+        LayoutError: the config's numbers contradict each other.
+    """
+    return _megatron_shard.read(chunks_of(model), layout)
+
+
+def routing_groups(model: Model) -> tuple[int, int] | None:
+    """Group-limited routing (DeepSeek-V3, arXiv 2412.19437): the number of groups into which the experts
+    fall, and how many groups a token may use; None where all experts may be chosen together."""
+    for router in routers(model):
+        groups, used = router.config.moe_router_num_groups, router.config.moe_router_group_topk
+        if groups and used:
+            return int(groups), int(used)
+    return None
+
+
+def chunks_of(model: Model) -> list[torch.nn.Module]:
+    """The model's chunks: itself, or each of the list of a virtual pipeline."""
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
 def routers(model: Model) -> list[TopKRouter]:
-    """The model's routers in the order in which Megatron built them.
+    """The model's routers in the order in which Megatron built them, those of MTP layers too.
 
     Args:
         model: a module, wrapped or not, or the list of chunks of a virtual pipeline.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else model
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    return [
+        module for chunk in chunks_of(model) for module in chunk.modules() if isinstance(module, TopKRouter)
+    ]
 
 
 def router_layer_numbers(model: Model) -> tuple[int, ...]:
-    """Megatron layer numbers (1-based, global) of the model's routers, in order of construction."""
-    return tuple(router.layer_number for router in routers(model))
+    """Megatron layer numbers (1-based, global) of the model's backbone routers, in order of construction."""
+    depths = mtp_depths(model)
+    return tuple(router.layer_number for router in routers(model) if router not in depths)
+
+
+def mtp_depths(model: Model) -> dict[TopKRouter, int]:
+    """The routers that stand in MTP layers, each with its depth (1-based).
+
+    They are told by where they stand and not by their layer number: 0.16.1 counts on from the backbone's
+    last layer, other versions start again from 1, and would make MTP layer 1 look like backbone layer 1.
+    """
+    return {
+        router: depth
+        for chunk in chunks_of(model)
+        for depth, layer in _megatron_shard.mtp_layers(chunk)
+        for router in routers(layer)
+    }
 
 
 def install(expanded: ExpandedRoutes, model: Model) -> None:
@@ -49,10 +111,25 @@ def install(expanded: ExpandedRoutes, model: Model) -> None:
         model: the shard's module or chunks.
 
     Raises:
-        ShardError: the tensors are not those of the model's routers, or a router has no RouterReplay.
-            Nothing is installed then.
+        ShardError: the tensors are not those of the model's routers, or a router has no RouterReplay or
+            ignores it. Nothing is installed then.
     """
-    live = router_layer_numbers(model)
+    replays = {router: replay_of(router) for router in routers(model)}
+    for router, tensor in targets(expanded, model).items():
+        replays[router].set_target_indices(tensor)
+
+
+def targets(expanded: ExpandedRoutes, model: Model) -> dict[TopKRouter, torch.Tensor]:
+    """Each router's tensor, int32 `[rows, top_k]` on the router's device.
+
+    Routers of MTP layers have one only where `expanded` holds routes for them.
+
+    Raises:
+        ShardError: the tensors are not those of the model's routers.
+    """
+    depths = mtp_depths(model)
+    backbone = [router for router in routers(model) if router not in depths]
+    live = tuple(router.layer_number for router in backbone)
     if live != expanded.layer_numbers:
         raise ShardError(
             f"the routes are for the routers of layers {list(expanded.layer_numbers)}, while this model's routers "
@@ -63,9 +140,10 @@ def install(expanded: ExpandedRoutes, model: Model) -> None:
             f"there are {len(expanded.tensors)} tensors for the {len(live)} routers of layers {list(live)}: give "
             "one for each local MoE layer, and none for a dense layer"
         )
-    targets = [(_replay_of(router), router.weight.device) for router in routers(model)]
-    for (replay, device), tensor in zip(targets, expanded.tensors, strict=True):
-        replay.set_target_indices(torch.tensor(tensor, dtype=torch.int32, device=device))
+    return {
+        router: torch.tensor(tensor, dtype=torch.int32, device=router.weight.device)
+        for router, tensor in zip(backbone, expanded.tensors, strict=True)
+    }
 
 
 @contextlib.contextmanager
@@ -74,26 +152,30 @@ def recording(model: Model) -> Iterator[dict[int, torch.Tensor]]:
 
     Yields:
         a dict that after the block holds, by layer number, the int64 ids `[tokens, top_k]` of the last
-        forward pass, in the shard's own token order.
+        forward pass, in the shard's own token order. An MTP layer of depth d counts as layer
+        `num_layers + d`.
 
     Raises:
-        ShardError: a router has no RouterReplay, or no forward pass reached it.
+        ShardError: a router has no RouterReplay or ignores it, is in a session already, or no forward pass
+            reached it.
     """
     recorded: dict[int, torch.Tensor] = {}
-    with _action(model, RouterReplayAction.RECORD):
+    with _action(model, RouterReplayAction.RECORD) as replays:
         yield recorded
-        for router in routers(model):
-            ids = _replay_of(router).get_recorded_indices()
+        depths = mtp_depths(model)
+        for router, replay in replays.items():
+            ids = replay.get_recorded_indices()
             if ids is None:
                 raise ShardError(
                     f"the router of layer {router.layer_number} recorded nothing: no forward pass reached it"
                 )
-            recorded[router.layer_number] = ids
+            mtp = router in depths
+            recorded[router.config.num_layers + depths[router] if mtp else router.layer_number] = ids
 
 
 @contextlib.contextmanager
 def replaying(model: Model, expanded: ExpandedRoutes) -> Iterator[None]:
-    """Make the forward passes of the block use the given routes.
+    """Make the forward passes of the block use the given routes; for training steps see `rtk.replay.session`.
 
     Raises:
         ShardError: as `install`.
@@ -104,29 +186,64 @@ def replaying(model: Model, expanded: ExpandedRoutes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _action(model: Model, action: RouterReplayAction) -> Iterator[None]:
+def _action(model: Model, action: RouterReplayAction) -> Iterator[Mapping[TopKRouter, RouterReplay]]:
     """Set an action on every router; leave none of it behind, after an exception neither.
 
     Left-over actions or targets would steer the next forward pass in silence, and the list for the
     backward pass grows with every installed target that no recompute pops.
     """
-    replays = [_replay_of(router) for router in routers(model)]
+    with claim(model) as replays:
+        try:
+            for replay in replays.values():
+                clear(replay)
+                replay.set_router_replay_action(action)
+            yield replays
+        finally:
+            for replay in replays.values():
+                clear(replay)
+
+
+@contextlib.contextmanager
+def claim(model: Model) -> Iterator[Mapping[TopKRouter, RouterReplay]]:
+    """Keep a model's routers for one session or recording.
+
+    Yields:
+        each router's RouterReplay.
+
+    Raises:
+        ShardError: a router has no RouterReplay or ignores it, or is claimed already.
+    """
+    replays = {router: replay_of(router) for router in routers(model)}
+    if taken := [router.layer_number for router in replays if router in _claimed]:
+        raise ShardError(
+            f"the routers of layers {taken} are in a replay session or a recording already, and sessions do not "
+            "nest: end the other one first"
+        )
+    _claimed.update(replays)
     try:
-        for replay in replays:
-            replay.clear_indices()
-            replay.set_router_replay_action(action)
-        yield
+        yield replays
     finally:
-        for replay in replays:
-            replay.clear_router_replay_action()
-            replay.clear_indices()
+        _claimed.difference_update(replays)
 
 
-def _replay_of(router: TopKRouter) -> RouterReplay:
+def clear(replay: RouterReplay) -> None:
+    """Take a router's action and all its ids away, the list for the backward pass included."""
+    replay.clear_router_replay_action()
+    replay.clear_indices()
+
+
+def replay_of(router: TopKRouter) -> RouterReplay:
+    """The router's RouterReplay.
+
+    Raises:
+        ShardError: it has none, or its configuration makes it ignore the one that it has.
+    """
     replay = router.router_replay
     if replay is None:
         raise ShardError(
             f"the router of layer {router.layer_number} has no RouterReplay: build the model with "
             "moe_enable_routing_replay=True"
         )
+    if why := _megatron_shard.ignores_replay(router):
+        raise ShardError(f"the router of layer {router.layer_number} would ignore its RouterReplay: {why}")
     return replay

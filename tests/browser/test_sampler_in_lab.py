@@ -101,7 +101,7 @@ def lab(tmp_path_factory, embedded_server, endless) -> Iterator[str]:
         f"import rtk\n\nsession = rtk.connect({embedded_server.url!r})",
         "sampler = rtk.widgets.Sampler(session, temperature=0)\nsampler",
         "sampler.trace",
-        f"rtk.widgets.Sampler(rtk.connect({endless.url!r}, layout=session.layout), prompt='x')",
+        f"rtk.widgets.Sampler(rtk.connect({endless.url!r}, layout=session.layout, server='vllm'), prompt='x')",
     )
     # Lab would ask whether it may fetch its news, in a box over the notebook.
     notices = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"

@@ -132,7 +132,7 @@ def test_text_comes_in_on_the_main_thread(kernel):
 )
 def test_an_interrupt_cancels_the_request_and_the_kernel_goes_on(kernel, silent_server, call):
     url, asked, gone = silent_server
-    kernel.run(f"silent = rtk.connect({url!r}, layout=session.layout)")
+    kernel.run(f"silent = rtk.connect({url!r}, layout=session.layout, server='vllm')")
     cell = kernel.start(f"{call}\nprint('ended')")
     assert asked.wait(TIMEOUT_S)
     kernel.manager.interrupt_kernel()

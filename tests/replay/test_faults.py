@@ -1,5 +1,6 @@
 """Every fault of the catalogue, over many shapes and on the tiny model's own routes: caught, and called by its name."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from rtk import ModelLayout
 from rtk.errors import ShardError, TraceError
-from rtk.replay import Shard, check, faults
+from rtk.replay import Batch, Shard, check, expand, faults
 from rtk.replay._laid import Laid
 from rtk.replay._simulated import other_engine, simulate
 
@@ -132,8 +133,6 @@ def test_a_fault_needs_traces_that_can_show_it(made):
 
 def test_turns_joined_twice_make_no_trace(made):
     """Report 16 in the form of a trace is refused before any check."""
-    import dataclasses
-
     trace = made(ModelLayout(4, (1, 2, 3), 8, 2), LENGTHS[0], 0)[0][0]
     twice = np.concatenate([trace.routed_experts[:100], trace.routed_experts])
     with pytest.raises(TraceError, match="joined twice"):
@@ -179,8 +178,6 @@ class TestRealEngines:
     @pytest.mark.parametrize(("noise", "least"), [(0.2, 0.9), (0.4, 1.0)])
     def test_a_span_under_truly_other_weights(self, pairs, noise, least):
         """Weights moved by a share of their own spread, not routes made up."""
-        import dataclasses
-
         named = tried = 0
         for (first, second), moved in zip(pairs, engines.traces("float32", noise), strict=True):
             if first.rows < 64:
@@ -202,3 +199,47 @@ def test_the_documentation_lists_the_whole_catalogue():
     for fault in faults.catalogue():
         line = f"| {fault.name} | {', '.join(fault.reports)} | {fault.looks} | {fault.sees} | {fault.diagnosis} |"
         assert line in page
+
+
+class TestWithBatch:
+    """The same mistakes made with `rtk.replay.Batch`, whose layouts are tested against Megatron's, on every rank."""
+
+    @pytest.fixture
+    def traces(self, made):
+        return made(ModelLayout(4, (1, 2, 3), 16, 2), [(37, 200), (90, 61), (51, 300)], 5)[0]
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+    @pytest.mark.parametrize("make", [Batch.padded, Batch.packed])
+    def test_clean_and_the_other_context_order(self, traces, make, order, sequence_parallel):
+        batch = make(traces, align=16)
+        other = "contiguous" if order == "zigzag" else "zigzag"
+        told = 0
+        for context_rank, tensor_rank in [(0, 0), (1, 1), (2, 0), (3, 1)]:
+            shard = Shard(
+                traces[0].layout, context_size=4, context_rank=context_rank, context_order=order,
+                tensor_size=2, tensor_rank=tensor_rank, sequence_parallel=sequence_parallel,
+            )  # fmt: skip
+            assert check(traces, shard, batch=batch).ok
+            wrong = expand(traces, dataclasses.replace(shard, context_order=other), batch=batch).tensors
+            if np.array_equal(wrong, expand(traces, shard, batch=batch).tensors):
+                continue  # a part that both orders give to this rank
+            report = check(traces, shard, batch=batch, tensors=wrong)
+            assert report.fault == "context-parallel order", report
+            told += 1
+        assert told >= 3
+
+    def test_packed_without_alignment(self, traces):
+        shard, batch = Shard(traces[0].layout), Batch.packed(traces, align=16)
+        joined = expand(traces, shard, batch=Batch.packed(traces)).tensors
+        filled = [np.concatenate([t, t[: batch.row.size - len(t)]]) for t in joined]
+        report = check(traces, shard, batch=batch, tensors=filled)
+        assert report.fault == "packing padding", report
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padded_on_the_other_side(self, traces, side):
+        shard, batch = Shard(traces[0].layout), Batch.padded(traces, side=side)
+        other = Batch.padded(traces, side="left" if side == "right" else "right")
+        assert check(traces, shard, batch=batch).ok
+        report = check(traces, shard, batch=batch, tensors=expand(traces, shard, batch=other).tensors)
+        assert report.fault == "padding side", report

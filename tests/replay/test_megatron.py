@@ -145,7 +145,8 @@ def test_its_own_routes_replayed_change_nothing(stage):
 
     with megatron.recording(stage.model) as recorded:
         own = stage.forward(torch.tensor(TOKENS))
-    expanded = ExpandedRoutes(tuple(r.int().numpy() for r in recorded.values()), tuple(recorded))
+    tensors = tuple(r.int().numpy() for r in recorded.values())
+    expanded = ExpandedRoutes(tensors, tuple(recorded), np.zeros(len(TOKENS), bool))
     with megatron.replaying(stage.model, expanded):
         assert torch.equal(stage.forward(torch.tensor(TOKENS)), own)
 
@@ -205,7 +206,7 @@ def test_routes_of_other_layers_are_not_installed(stage, layout):
     expanded = expand(trace_of(layout, other_routes(layout)), Shard(layout))
     for wrong in (
         dataclasses.replace(expanded, layer_numbers=(1, 3)),
-        ExpandedRoutes(expanded.tensors[:1], expanded.layer_numbers[:1]),
+        ExpandedRoutes(expanded.tensors[:1], expanded.layer_numbers[:1], expanded.padding_mask),
     ):
         with pytest.raises(ShardError, match=r"this model's routers are of layers \[2, 4\]"):
             megatron.install(wrong, stage.model)
