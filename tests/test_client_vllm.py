@@ -1,11 +1,15 @@
 """The client against a real vLLM 0.30 with its development endpoints on."""
 
 import asyncio
+import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from rtk import RemoteInferenceClient, RetryPolicy, _shipped
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.vllm
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CONTROL = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -33,8 +38,7 @@ def server(tmp_path_factory) -> Iterator[str]:
     template = tmp_path_factory.mktemp("chat") / "template.jinja"
     template.write_text(CHAT)
     with vllm.running(
-        _shipped.find("tiny_moe"), *vllm.ROUTES, "--chat-template", str(template),
-        variables={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+        _shipped.find("tiny_moe"), *vllm.ROUTES, "--chat-template", str(template), variables=CONTROL
     ) as url:  # fmt: skip
         yield url
 
@@ -181,8 +185,45 @@ def test_weight_version_world_size_info_and_health(server):
     talk(server, conversation)
 
 
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    """A random LoRA adapter for the tiny model's queries, in PEFT's form."""
+    model = json.loads((_shipped.find("tiny_moe") / "config.json").read_text())
+    random, weights = np.random.default_rng(0), {}
+    for layer in range(model["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        queries = model["num_attention_heads"] * model["head_dim"]
+        weights[f"{name}.lora_A.weight"] = random.normal(size=(4, model["hidden_size"])).astype(np.float32)
+        weights[f"{name}.lora_B.weight"] = random.normal(size=(queries, 4)).astype(np.float32)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_lora_adapters_come_and_go(adapter):
+    """Generating with one is beyond this CPU build: LoRA's kernels are Triton's, and the engine dies."""
+
+    async def models(client):
+        return [model["id"] for model in (await client.generator.request("GET", "/v1/models"))["data"]]
+
+    async def conversation(client):
+        (server,) = client.server_urls
+        added = {server: "Success: LoRA adapter 'style' added successfully."}
+        assert await client.load_lora_adapter("style", str(adapter)) == added
+        assert await models(client) == ["tiny-moe", "style"]
+        with pytest.raises(FanOutError, match="has already been loaded"):
+            await client.load_lora_adapter("style", str(adapter))
+        assert await client.load_lora_adapter("style", str(adapter), load_inplace=True) == added
+        await client.unload_lora_adapter("style")
+        assert await models(client) == ["tiny-moe"]
+
+    flags = ("--enable-lora", "--max-lora-rank", "8")
+    with vllm.running(_shipped.find("tiny_moe"), *flags, variables=CONTROL) as url:
+        talk(url, conversation)
+
+
 def test_lora_without_enable_lora(server):
-    """With --enable-lora this CPU build dies in its first forward pass: LoRA's kernels are Triton's."""
 
     async def conversation(client):
         with pytest.raises(FanOutError, match="Use --enable-lora") as caught:
