@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from rtk import ModelLayout, RouteTrace, compare
 from rtk.errors import ShardError
-from rtk.replay import ReplayReport, Shard, check, faults
-from rtk.replay._laid import Laid
+from rtk.replay import Batch, ReplayReport, Shard, check, expand, faults
 from rtk.replay._simulated import other_engine, simulate
 
 
@@ -49,10 +48,11 @@ def clean_reports(
     yield "one trace", check(traces[0], shard).ok
     yield "several traces", check(traces, shard).ok
     for name, batch in (
-        ("padded batch", Laid.padded(traces, multiple=8)),
-        ("packed batch", Laid.packed(traces, multiple=8)),
+        ("padded batch", Batch.padded(traces, align=8)),
+        ("packed batch", Batch.packed(traces, align=8)),
     ):
-        yield name, check(traces, shard, batch=batch, tensors=batch.expanded(traces, shard)).ok
+        tensors = expand(traces, shard, batch=batch).tensors
+        yield name, check(traces, shard, batch=batch, tensors=tensors).ok
     for low, high in ((0.01, 0.05), (0.05, 0.10)):
         share = float(rng.uniform(low, high))
         other = other_engine(traces, runners_up, share, rng)

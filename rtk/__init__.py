@@ -19,6 +19,7 @@ from rtk.trace import RouteTrace, load_traces, save_traces
 
 if TYPE_CHECKING:
     from rtk import widgets
+    from rtk.client import RemoteInferenceClient
     from rtk.generator import RemoteInferenceGenerator, RetryPolicy
     from rtk.session import Sample, Session, connect
 
@@ -28,6 +29,7 @@ __all__ = [
     "GenerateChunk",
     "ModelLayout",
     "RemoteGenerateResult",
+    "RemoteInferenceClient",
     "RemoteInferenceGenerator",
     "RetryPolicy",
     "RouteTrace",
@@ -49,6 +51,7 @@ __all__ = [
 # aiohttp, and with the widgets IPython, take longer to import than all of rtk; who only replays or counts
 # need not wait for them.
 _LATE = {
+    "RemoteInferenceClient": "rtk.client",
     "RemoteInferenceGenerator": "rtk.generator",
     "RetryPolicy": "rtk.generator",
     "Sample": "rtk.session",

@@ -65,6 +65,24 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.set_defaults(run=_doctor)
 
+    replay = commands.add_parser("replay", help="bring routes to a Megatron job")
+    check = replay.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "check",
+        help="check that routes line up with the routers of a Megatron job",
+        description="Check that the routes of a trace file line up with the routers of a Megatron job.",
+        epilog="Exit status: 0 everything is lined up; 1 something is not; 2 the input cannot be read or does not "
+        "belong together. The keys of the layout file are in docs/replay-layouts.md.",
+    )
+    check.add_argument("trace", type=Path, help="a file of rtk.save_traces")
+    check.add_argument(
+        "--layout",
+        type=Path,
+        required=True,
+        help="YAML: the job's parallel sizes, its microbatch, its tensors",
+    )
+    check.add_argument("--json", action="store_true", help="print the reports as JSON")
+    check.set_defaults(run=_replay_check)
+
     demo = commands.add_parser(
         "demo", help="the whole road once: serve, sample, show usage, check the replay"
     )
@@ -105,6 +123,22 @@ def _doctor(options: argparse.Namespace) -> int:
         return 2
     print(report.to_json(indent=2) if options.json else report)
     return 0 if report.ok else 1
+
+
+def _replay_check(options: argparse.Namespace) -> int:
+    """0: lined up. 1: not lined up. 2: there was nothing to compare."""
+    from rtk.replay import _layout_file
+    from rtk.trace import load_traces
+
+    try:
+        layout = _layout_file.LayoutFile.read(options.layout)
+        reports = list(layout.reports(load_traces(options.trace)))
+    except RtkError as error:
+        print(f"rtk: {error}", file=sys.stderr)
+        return 2
+    ok = all(report.ok for _, report in reports)
+    print(_layout_file.as_json(reports) if options.json else _layout_file.as_text(reports))
+    return 0 if ok else 1
 
 
 def _api_key(options: argparse.Namespace) -> str | None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rtk.errors import TraceError
 from rtk.layout import ModelLayout
+from rtk.plausible import same_experts
 from rtk.trace import RouteTrace
 from rtk.usage import as_traces
 
@@ -56,7 +57,7 @@ def agreement(a: RouteTrace | Iterable[RouteTrace], b: RouteTrace | Iterable[Rou
     return pd.DataFrame(
         {
             "tokens": len(first),
-            "same_experts": _same(first, second).mean(axis=0),
+            "same_experts": same_experts(first, second).mean(axis=0),
             "overlap": _overlap(first, second).mean(axis=0),
             "same_order": (first == second).all(axis=-1).mean(axis=0),
         },
@@ -142,7 +143,7 @@ def mismatch(
     """
     left, right = as_traces(rollout), as_traces(trainer)
     pairs, _ = _pairs(left, right)
-    same = np.concatenate([_same(x, y) for x, y in pairs])
+    same = np.concatenate([same_experts(x, y) for x, y in pairs])
     if not len(same):
         raise TraceError("no token has routes on both sides, so there is nothing to compare")
     gap = None
@@ -198,7 +199,7 @@ def by_position(
     for start, stop in pairwise(edges.tolist()):
         first = np.concatenate([x[start:stop] for x, _ in pairs])
         second = np.concatenate([y[start:stop] for _, y in pairs])
-        differ = ~_same(first, second)
+        differ = ~same_experts(first, second)
         rows.append((len(first), differ.mean(), differ.any(axis=1).mean(), _overlap(first, second).mean()))
     return pd.DataFrame(
         rows,
@@ -253,11 +254,6 @@ def _pairs(
     moe: Sequence[int] = layout.moe_layers
     pairs = [_common_rows(x, y, number) for number, (x, y) in enumerate(zip(left, right, strict=True))]
     return [(x[:, moe], y[:, moe]) for x, y in pairs], layout
-
-
-def _same(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """bool `[tokens, layers]`: the same set of experts."""
-    return np.asarray((np.sort(first, axis=-1) == np.sort(second, axis=-1)).all(axis=-1))
 
 
 def _overlap(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:

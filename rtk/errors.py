@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class RtkError(Exception):
     """Base of all of rtk's errors."""
@@ -55,6 +58,55 @@ class ServerFailed(ServerError):
         self.status = status
 
 
+class FanOutError(ServerError):
+    """A call that goes to every server failed on some of them. None was stopped: each answered or failed.
+
+    Attributes:
+        url: the first server that failed.
+        failures: what went wrong, by the server's address.
+        answers: what the others answered, by the server's address.
+    """
+
+    def __init__(self, call: str, failures: Mapping[str, Exception], answers: Mapping[str, Any]) -> None:
+        self.failures = dict(failures)
+        self.answers = dict(answers)
+        why = "".join(f"\n  {_line(error, url)}" for url, error in self.failures.items())
+        rest = "It succeeded on none"
+        if self.answers:
+            rest = (
+                f"It succeeded on {', '.join(self.answers)}. The servers differ now: call it again, or undo it "
+                "where it succeeded"
+            )
+        super().__init__(
+            f"{call} failed on {len(self.failures)} of {len(self.failures) + len(self.answers)} servers:{why}\n{rest}",
+            url=next(iter(self.failures)),
+        )
+
+
+class BatchError(RtkError):
+    """Some items of a batch (prompts, or texts to tokenize) failed; the others were finished, and are kept.
+
+    Attributes:
+        failures: what went wrong, by the item's place in the batch, from 0.
+        results: what came back, by the item's place in the batch.
+    """
+
+    def __init__(self, failures: Mapping[int, Exception], results: Mapping[int, Any]) -> None:
+        # Exception pickles its arguments, so both stand in them.
+        super().__init__(dict(failures), dict(results))
+        self.failures = dict(failures)
+        self.results = dict(results)
+
+    def __str__(self) -> str:
+        shown = [f"\n  item {place}: {_line(error)}" for place, error in list(self.failures.items())[:8]]
+        more = "\n  ..." if len(self.failures) > len(shown) else ""
+        total = len(self.failures.keys() | self.results.keys())
+        return (
+            f"{len(self.failures)} of {total} items of the batch failed (counted from 0):{''.join(shown)}{more}\n"
+            f"What came back for {len(self.results)} of them is in this error's .results"
+        )
+
+
 class PayloadError(RtkError):
     """A response, or a part of one, is not what its format promises: corrupt, truncated, or too large."""
 
@@ -75,12 +127,21 @@ class ShardError(RtkError):
     """A Megatron shard does not fit the model, or the data for it does not fit the shard."""
 
 
+class LayoutFileError(RtkError):
+    """The layout file of `rtk replay check`, or a file that it names, is unreadable or holds an unknown key."""
+
+
 class EmbeddedServerError(RtkError):
     """The embedded server could not be started, or died."""
 
 
 class LoopError(RtkError):
     """A blocking call was made where it would wait for itself, or its loop is gone."""
+
+
+def _line(error: Exception, url: str = "") -> str:
+    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    return text if url in text else f"{url}: {text}"
 
 
 def _rebuild(kind: type[ServerError], message: str, state: dict[str, object]) -> ServerError:

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import aiohttp
 
@@ -28,9 +28,7 @@ from rtk.wire import forms, routes
 _log = logging.getLogger(__name__)
 
 Server = Literal["vllm", "completions", "skyrl", "sglang"]
-_SERVERS = ("vllm", "completions", "skyrl", "sglang")
-_GENERATE = "/inference/v1/generate"
-_SKYRL_GENERATE = "/skyrl/v1/generate"
+_SERVERS = get_args(Server)
 # uvicorn closes an idle connection after 5 s; giving it up sooner ourselves means never writing a
 # request into a socket that the server has just closed.
 _KEEP_ALIVE_S = 4.0
@@ -107,6 +105,7 @@ class RemoteInferenceGenerator:
         session_id: str | None = None,
         cache_salt: str | None = None,
         features: Mapping[str, Any] | None = None,
+        model: str | None = None,
         on_chunk: Callable[[GenerateChunk], None] | None = None,
     ) -> RemoteGenerateResult:
         """Generate one sequence.
@@ -119,6 +118,7 @@ class RemoteInferenceGenerator:
             session_id: sent as X-Session-ID, for routers that keep a conversation on one server.
             cache_salt: keeps the prefix cache apart from that of other salts.
             features: multi-modal inputs, passed on as they are.
+            model: for this call, instead of model_name; for example the name of a loaded LoRA adapter.
             on_chunk: called with each piece as it is generated; the answer is then streamed.
 
         Raises:
@@ -136,7 +136,7 @@ class RemoteInferenceGenerator:
             )
         body = form.body(token_ids, sampling_params, routed_experts=routed_experts)
         # Servers reject some of these as null, so what is not set is not sent.
-        optional = {"model": self.model_name, "cache_salt": cache_salt, "features": features}
+        optional = {"model": model or self.model_name, "cache_salt": cache_salt, "features": features}
         body |= {name: value for name, value in optional.items() if value is not None}
         headers = {} if session_id is None else {"X-Session-ID": session_id}
         if on_chunk is None:
@@ -170,8 +170,8 @@ class RemoteInferenceGenerator:
         if self.server == "completions":
             return forms.Completions()
         if self.server == "skyrl" and routed_experts:
-            return forms.VllmGenerate(_SKYRL_GENERATE)
-        return forms.VllmGenerate(_GENERATE)
+            return forms.VllmGenerate(forms.SKYRL_GENERATE)
+        return forms.VllmGenerate()
 
     def _routes(
         self,
@@ -182,6 +182,11 @@ class RemoteInferenceGenerator:
         generated_tokens: int,
     ) -> routes.Routes:
         decoded = form.routed_experts(payload, choice)
+        if decoded is None and form.finish_reason(choice) == "abort":
+            raise RoutesMissing(
+                f"{self.proxy_url} aborted the request after {generated_tokens} tokens and sent no routed experts "
+                "for them, as vLLM does in a stream or before it began. Send it again once the server goes on"
+            )
         if decoded is None:
             raise RoutesMissing(
                 f"{self.proxy_url} sent no routed experts. Start vLLM or SGLang with --enable-return-routed-experts "
@@ -247,7 +252,8 @@ class RemoteInferenceGenerator:
             on_chunk(chunk)
         if choice is None or form.finish_reason(choice) is None:
             raise PayloadError(
-                f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason"
+                f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason. vLLM 0.30 may end "
+                "one so when it aborts the request, as a pause does"
             )
         if logprobs is not None and len(logprobs) != len(token_ids):
             raise PayloadError(
@@ -375,12 +381,12 @@ def _server_text(payload: object) -> str | None:
 
 
 def _hint(url: str, status: int) -> str:
-    if status == 404 and url.endswith(_GENERATE):
+    if status == 404 and url.endswith(forms.GENERATE):
         return (
             ". If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
             "if the model is, see the names in /v1/models"
         )
-    if status == 404 and url.endswith(_SKYRL_GENERATE):
+    if status == 404 and url.endswith(forms.SKYRL_GENERATE):
         return ". The server is no SkyRL server: use server='vllm'"
     return ""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from rtk.errors import LayoutError
 
 # Hugging Face configs name the same two numbers differently from family to family.
 _EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+# More layers than any model has; a slip such as [1]*10**9 must not fill the memory.
+_LONGEST_PATTERN = 100_000
 _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
 
 
@@ -85,6 +88,33 @@ class ModelLayout:
             top_k=_integer(config, _TOP_K_KEYS),
         )
 
+    @classmethod
+    def from_megatron(
+        cls,
+        *,
+        num_layers: int,
+        num_experts: int,
+        moe_router_topk: int,
+        moe_layer_freq: int | str | Sequence[int] = 1,
+    ) -> ModelLayout:
+        """Read the layout out of Megatron's arguments, as a training script names them.
+
+        Args:
+            num_layers: `--num-layers`; MTP layers are not counted.
+            num_experts: `--num-experts` (`num_moe_experts` of a TransformerConfig).
+            moe_router_topk: `--moe-router-topk`.
+            moe_layer_freq: `--moe-layer-freq`. A number N makes every N-th layer an MoE layer, beginning with
+                the first; a list has a 1 for each MoE layer and a 0 for each dense one; a string holds
+                either, the list as a pattern such as `([0]*1+[1]*3)*2`.
+
+        Raises:
+            LayoutError: the pattern is none, or has another length than the model.
+        """
+        pattern = _megatron_pattern(moe_layer_freq, num_layers)
+        return cls(
+            num_layers, tuple(i for i, is_moe in enumerate(pattern) if is_moe), num_experts, moe_router_topk
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `ModelLayout(**layout.to_dict())` gives the same layout back."""
         return {
@@ -133,3 +163,45 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         for i in range(num_layers)
         if i >= first and i % frequency == 0 and i not in dense and (i + 1) % step == 0
     )
+
+
+def _megatron_pattern(frequency: int | str | Sequence[int], num_layers: int) -> list[int]:
+    pattern = _read_pattern(frequency) if isinstance(frequency, str) else frequency
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        if pattern < 1:
+            raise LayoutError(
+                f"moe_layer_freq is {pattern}; every N-th layer is an MoE layer for an N of 1 or more"
+            )
+        return [int(i % pattern == 0) for i in range(num_layers)]
+    if not isinstance(pattern, Sequence) or any(is_moe not in (0, 1) for is_moe in pattern):
+        raise LayoutError(
+            f"moe_layer_freq is {frequency!r}: it is a number, a list of 0 and 1, or a string such as '([0]*1+[1]*3)*2'"
+        )
+    if len(pattern) != num_layers:
+        raise LayoutError(f"moe_layer_freq {frequency!r} has {len(pattern)} entries for {num_layers} layers")
+    return list(pattern)
+
+
+def _read_pattern(text: str) -> Any:
+    """The value of a pattern. Megatron evaluates it as Python; here only lists, + and * have a meaning."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.List(elts=entries):
+                return [value(entry) for entry in entries]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return [*value(left), *value(right)]
+            case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+                entries = [*value(left)]
+                if len(entries) * times <= _LONGEST_PATTERN:
+                    return entries * times
+        raise ValueError("not part of a pattern")
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+        raise LayoutError(
+            f"cannot read moe_layer_freq {text!r}: it is a number or a pattern such as '([0]*1+[1]*3)*2'"
+        ) from error

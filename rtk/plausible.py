@@ -45,7 +45,9 @@ def same_experts(a: Routes, b: Routes) -> Flags:
     return np.asarray((np.sort(a, axis=-1) == np.sort(b, axis=-1)).all(axis=-1))
 
 
-def stuck_rows(routes: Routes, token_ids: Sequence[int]) -> tuple[int, int] | None:
+def stuck_rows(
+    routes: Routes, token_ids: Sequence[int], *, zeros_too: bool = False
+) -> tuple[int, int] | None:
     """The longest run of rows that hold one and the same routes in all layers while the tokens change.
 
     Neighbouring tokens share their routes now and then, more often in a model with few experts. So a run
@@ -54,12 +56,13 @@ def stuck_rows(routes: Routes, token_ids: Sequence[int]) -> tuple[int, int] | No
     Args:
         routes: `[rows, layers, top_k]`, MoE layers only: a dense layer's zeros never change.
         token_ids: the token of each row, at least `rows` of them.
+        zeros_too: whether rows that are all zero count as well, as with top-1, where they may be real.
 
     Returns:
-        first and last row of the run, or None. Rows that are all zero are not looked at.
+        first and last row of the run, or None.
     """
     flat = routes.reshape(len(routes), -1)
-    still = (flat[1:] == flat[:-1]).all(axis=1) & flat[1:].any(axis=1)
+    still = (flat[1:] == flat[:-1]).all(axis=1) & (flat[1:].any(axis=1) | zeros_too)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], still.astype(np.int8), [0]])))
     if not len(edges):
         return None

@@ -18,6 +18,7 @@ from rtk.generator import RemoteInferenceGenerator, RetryPolicy, Server
 from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk, RemoteGenerateResult
 from rtk.trace import RouteTrace
+from rtk.wire.forms import GENERATE, SKYRL_GENERATE
 
 # A notebook user who mistyped the port wants to know now, not after half a minute of retries.
 _ASK_ONCE = RetryPolicy(tries=1)
@@ -336,9 +337,9 @@ async def _kind(generator: RemoteInferenceGenerator) -> Server:
 
     A path that takes POST alone answers a GET with 405; one that does not exist, with 404.
     """
-    if await _exists(generator, "/skyrl/v1/generate"):
+    if await _exists(generator, SKYRL_GENERATE):
         return "skyrl"
-    if await _exists(generator, "/inference/v1/generate"):
+    if await _exists(generator, GENERATE):
         return "vllm"
     return "sglang" if await _exists(generator, "/get_model_info") else "completions"
 

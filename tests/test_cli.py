@@ -1,9 +1,12 @@
 """The command, as a user types it."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 
 import rtk
@@ -52,3 +55,37 @@ def test_serving_what_is_no_model_says_so(tmp_path, capsys):
     pytest.importorskip("transformers", reason="the embedded server needs rtk[embedded]")
     assert cli.main(["serve", str(tmp_path), "--port", "0"]) == 1
     assert "cannot read the model config" in capsys.readouterr().err
+
+
+def run_check(tmp_path, trace, layout: str, *more: str) -> int:
+    rtk.save_traces([trace], tmp_path / "traces.zip")
+    (tmp_path / "layout.yaml").write_text(layout)
+    return cli.main(
+        ["replay", "check", str(tmp_path / "traces.zip"), "--layout", str(tmp_path / "layout.yaml"), *more]
+    )
+
+
+def test_replay_check_prints_a_table_and_says_by_its_status_what_came_out(tmp_path, trace, capsys):
+    assert run_check(tmp_path, trace, "shard: {pipeline_size: 2, pipeline_rank: 1}") == 0
+    assert capsys.readouterr().out.startswith("pipeline stage 1 of 2: lined up (1 routers")
+    assert run_check(tmp_path, trace, "shard: {pipeline_size: 2}") == 0
+    assert capsys.readouterr().out.endswith("2 of 2 lined up\n")
+
+    zeros = dataclasses.replace(trace, routed_experts=np.zeros_like(trace.routed_experts))
+    assert run_check(tmp_path, zeros, "shard: {pipeline_size: 2}") == 1
+    assert "0 of 2 lined up" in capsys.readouterr().out
+    assert run_check(tmp_path, zeros, "shard: {pipeline_size: 2}", "--json") == 1
+    assert [report["ok"] for report in json.loads(capsys.readouterr().out)["reports"]] == [False, False]
+
+
+def test_replay_check_of_bad_input_says_what_is_wrong(tmp_path, trace, capsys):
+    assert run_check(tmp_path, trace, "shard: {pp: 2}") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "layout.yaml: shard has no key 'pp'; it knows pipeline_size, " in printed.err
+    assert printed.err.count("\n") == 1
+    assert run_check(tmp_path, trace, "shard: {pipeline_size: 3}") == 2
+    assert "4 layers do not divide evenly over 3" in capsys.readouterr().err
+    layout = str(tmp_path / "layout.yaml")
+    assert cli.main(["replay", "check", str(tmp_path / "nothing.zip"), "--layout", layout]) == 2
+    assert cli.main(["replay", "check", layout, "--layout", layout]) == 2

@@ -1,6 +1,8 @@
 import asyncio
 import base64
+import gc
 import json
+import os
 import pickle
 
 import numpy as np
@@ -19,6 +21,7 @@ from rtk.errors import (
 
 from .conftest import FIXTURES
 from .stub import disconnect, events, serving, text
+from .test_loops import exit_status, fork
 
 QUICK = RetryPolicy(tries=3, wait_s=0.01)
 PROMPT = [5, 6, 7, 8]
@@ -170,6 +173,15 @@ def test_a_server_without_routes_says_which_flag(vllm_answers):
     error, _ = ask(text(json.dumps(payload)), routed_experts=True)
     assert isinstance(error, RoutesMissing)
     assert "--enable-return-routed-experts" in str(error)
+
+
+def test_an_aborted_request_without_routes_says_so(vllm_answers):
+    """vLLM 0.30 sends none for a stream that `/pause?mode=abort` ends."""
+    payload = json.loads(vllm_answers["plain"]["text"])
+    payload["choices"][0] |= {"routed_experts": None, "finish_reason": "abort"}
+    error, _ = ask(text(json.dumps(payload)), routed_experts=True)
+    assert isinstance(error, RoutesMissing)
+    assert "aborted the request after 2 tokens" in str(error)
 
 
 def test_routes_of_other_tokens_are_refused(vllm_answers):
@@ -400,6 +412,46 @@ def test_errors_survive_pickling():
     error = RequestRejected("no", url="http://x", status=400)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.url, copy.status) == (RequestRejected, "no", "http://x", 400)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_makes_a_session_of_its_own():
+    """On asyncio's default loop, whose list of sockets the child shares with its parent."""
+
+    async def run():
+        async with serving(text('{"data": []}')) as stub:
+            generator = RemoteInferenceGenerator(stub.url)
+
+            async def ask():
+                async with asyncio.timeout(20):
+                    return await generator.request("GET", "/v1/models")
+
+            async def in_child():
+                parents = generator._session
+                answer = await ask()
+                own = generator._session
+                await generator.aclose()
+                return answer == {"data": []} and own is not parents and own.closed and not parents.closed
+
+            def child_main():
+                done = asyncio.run(in_child())
+                gc.collect()
+                return done
+
+            assert await ask() == {"data": []}
+            session = generator._session
+            child = fork(child_main)
+            assert await asyncio.to_thread(exit_status, child) == 0
+            assert await ask() == {"data": []}
+            assert generator._session is session
+            # And a child that closes first leaves the parent's alone as well.
+            child = fork(lambda: asyncio.run(generator.aclose()) is None and not session.closed)
+            assert await asyncio.to_thread(exit_status, child) == 0
+            assert await ask() == {"data": []}
+            await generator.aclose()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

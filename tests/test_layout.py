@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from rtk import ModelLayout
@@ -101,3 +102,80 @@ def test_dense_model_and_bad_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(LayoutError, match="is not JSON"):
         ModelLayout.from_config(tmp_path)
+
+
+def from_frequency(frequency, num_layers=8):
+    return ModelLayout.from_megatron(
+        num_layers=num_layers, num_experts=4, moe_router_topk=2, moe_layer_freq=frequency
+    )
+
+
+@pytest.mark.parametrize(
+    ("frequency", "moe_layers"),
+    [
+        (1, (0, 1, 2, 3, 4, 5, 6, 7)),
+        (3, (0, 3, 6)),
+        ("3", (0, 3, 6)),
+        ([0, 1, 1, 1, 0, 1, 1, 1], (1, 2, 3, 5, 6, 7)),
+        ("([0]*1+[1]*3)*2", (1, 2, 3, 5, 6, 7)),
+        ("[0]*3+[1]*5", (3, 4, 5, 6, 7)),
+        (" ([0] + [1,1]*2 + [0]*3) ", (1, 2, 3, 4)),
+    ],
+)
+def test_reads_megatrons_moe_layer_freq(frequency, moe_layers):
+    assert from_frequency(frequency) == ModelLayout(8, moe_layers, 4, 2)
+
+
+def test_patterns_mean_what_python_makes_of_them():
+    # Megatron's own --moe-layer-freq is evaluated as Python.
+    random = np.random.default_rng(11)
+    for _ in range(200):
+        parts = [
+            f"{random.choice(['[0]', '[1]', '[0,1]', '([1]*2+[0])'])}*{random.integers(1, 4)}"
+            for _ in range(random.integers(1, 4))
+        ]
+        pattern = f"({'+'.join(parts)})*{random.integers(1, 3)}+[1]"
+        meaning = eval(pattern)
+        layout = from_frequency(pattern, len(meaning))
+        assert [int(i in layout.moe_layers) for i in range(len(meaning))] == meaning, pattern
+
+
+@pytest.mark.parametrize(
+    ("frequency", "named"),
+    [
+        (0, "moe_layer_freq is 0"),
+        ([1, 0], "has 2 entries for 8 layers"),
+        ("[1]*7", "has 7 entries for 8 layers"),
+        ([2] * 8, "a list of 0 and 1"),
+        (True, "a list of 0 and 1"),
+        (0.5, "a list of 0 and 1"),
+        ("[1]*8 if True else 0", "cannot read moe_layer_freq"),
+        ("__import__('os').getcwd()", "cannot read moe_layer_freq"),
+        ("[1]*10**9", "cannot read moe_layer_freq"),
+        ("[1]*999999999", "cannot read moe_layer_freq"),
+        ("[1", "cannot read moe_layer_freq"),
+        ("", "cannot read moe_layer_freq"),
+        ("1+1", "cannot read moe_layer_freq"),
+    ],
+)
+def test_what_is_no_moe_layer_freq_is_named(frequency, named):
+    with pytest.raises(LayoutError, match=named):
+        from_frequency(frequency)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("frequency", [1, 2, 3, [0, 1, 1, 0, 1, 0, 0, 1]])
+def test_megatron_builds_moe_layers_where_the_layout_has_them(frequency):
+    specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=8, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_layer_freq=frequency,
+        add_bias_linear=False,
+    )  # fmt: skip
+    built = specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=False)
+    mlps = [spec.submodules.mlp for spec in built]
+    # 0.16 holds the layer's class in a spec, later versions in a functools.partial.
+    moe = [MoELayer in (getattr(mlp, "module", None), getattr(mlp, "func", None)) for mlp in mlps]
+    assert from_frequency(frequency).moe_layers == tuple(i for i, is_moe in enumerate(moe) if is_moe)

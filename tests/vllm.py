@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,11 @@ START_TIMEOUT_S = 420
 
 
 @contextmanager
-def running(model: Path, *flags: str) -> Iterator[str]:
-    """The address of a vLLM server for `model`; skips the test where vLLM is not installed."""
+def running(model: Path, *flags: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The address of a vLLM server for `model`; skips the test where vLLM is not installed.
+
+    flags and variables (of the environment) are given to it beside those that every test needs.
+    """
     python = os.environ.get("RTK_VLLM_PYTHON")
     if not python or not Path(python).exists():
         pytest.skip("no vLLM environment: run `make vllm-env`, then `make real`")
@@ -35,11 +38,13 @@ def running(model: Path, *flags: str) -> Iterator[str]:
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--dtype", "bfloat16",
         "--enforce-eager", *flags,
     ]  # fmt: skip
-    environment = os.environ | {
+    environment = {
+        **os.environ,
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        **(variables or {}),
     }
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

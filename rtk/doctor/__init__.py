@@ -7,7 +7,7 @@ or `rtk doctor http://127.0.0.1:8000` in a terminal.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rtk.doctor import _checks, _comparisons, _known_faults
 from rtk.doctor._known_faults import KNOWN_FAULTS, KnownFault
 from rtk.doctor._probe import CHAT, COMPLETIONS, NATIVE, SGLANG, SKYRL, Answer, Asked, Probe, fresh_salt
-from rtk.doctor.report import DoctorReport, Finding
+from rtk.doctor.report import DoctorReport, Finding, Status
 from rtk.errors import LayoutError, RequestRejected
 from rtk.layout import ModelLayout
+from rtk.wire.routes import Routes
 
 if TYPE_CHECKING:
     from rtk.session import Session
@@ -227,13 +228,7 @@ def _endpoint(path: str, asked: Asked, server: _Server, *, else_completions: boo
         if else_completions:
             flag += f"; until then rtk samples from {COMPLETIONS}, which streams no routes"
         return Finding(path, "warn" if else_completions else "fail", f"is not served (HTTP 404): {flag}")
-    if not isinstance(asked, Answer):
-        return Finding(path, "fail", str(asked))
-    if asked.fault:
-        return Finding(path, "fail", f"sends routes that cannot be read: {asked.fault}")
-    if asked.routes is None:
-        return Finding(path, "fail", f"answers without routes: {_flag(server)}")
-    return Finding(path, "ok", f"sends routes, {asked.routes.nbytes} bytes of {asked.routes.dtype}")
+    return _answered(path, asked, server, "fail", lambda routes: f"{routes.nbytes} bytes of {routes.dtype}")
 
 
 def _other_endpoint(path: str, asked: Asked, server: _Server) -> Finding:
@@ -242,13 +237,20 @@ def _other_endpoint(path: str, asked: Asked, server: _Server) -> Finding:
             return Finding(path, "skipped", f"is not served (HTTP {asked.status})")
         if path == CHAT:
             return Finding(path, "skipped", f"refuses a chat (HTTP {asked.status}): {_reason(asked)}")
+    return _answered(path, asked, server, "warn", lambda routes: f"shape {list(routes.shape)}")
+
+
+def _answered(
+    path: str, asked: Asked, server: _Server, without: Status, said: Callable[[Routes], str]
+) -> Finding:
+    """Whether routes came that can be read; `without` is the status where none did."""
     if not isinstance(asked, Answer):
-        return Finding(path, "warn", str(asked))
+        return Finding(path, without, str(asked))
     if asked.fault:
-        return Finding(path, "warn", f"sends routes that cannot be read: {asked.fault}")
+        return Finding(path, without, f"sends routes that cannot be read: {asked.fault}")
     if asked.routes is None:
-        return Finding(path, "warn", f"answers without routes: {_flag(server)}")
-    return Finding(path, "ok", f"sends routes, shape {list(asked.routes.shape)}")
+        return Finding(path, without, f"answers without routes: {_flag(server)}")
+    return Finding(path, "ok", f"sends routes, {said(asked.routes)}")
 
 
 def _flag(server: _Server) -> str:

@@ -20,10 +20,10 @@ from rtk.result import GenerateChunk
 from rtk.wire import forms
 from rtk.wire.routes import Routes
 
-NATIVE = "/inference/v1/generate"
-SKYRL = "/skyrl/v1/generate"
-SGLANG = "/generate"
-COMPLETIONS = "/v1/completions"
+NATIVE = forms.GENERATE
+SKYRL = forms.SKYRL_GENERATE
+SGLANG = forms.SGLANG_GENERATE
+COMPLETIONS = forms.COMPLETIONS
 CHAT = "/v1/chat/completions"
 
 _ONCE = RetryPolicy(tries=1)

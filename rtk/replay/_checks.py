@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rtk import plausible
 from rtk.layout import ModelLayout
 from rtk.replay.report import Finding
 from rtk.replay.shard import Shard
@@ -125,18 +126,19 @@ def _repeats_itself(array: npt.NDArray[Any]) -> int:
 def expert_range(numbered: Numbered, num_experts: int, dtypes: Iterable[np.dtype[Any]]) -> Finding:
     name = "expert range"
     for number, array in numbered:
-        bad = (array < 0) | (array >= num_experts)
+        bad = plausible.out_of_range(array, num_experts)
         if bad.any():
-            row, slot = np.argwhere(bad)[0]
+            row = int(np.argmax(bad))
+            wrong = next(e for e in array[row].tolist() if not 0 <= e < num_experts)
             past = bool((array >= num_experts).any())
             return Finding(
                 name,
                 False,
-                f"layer {number}, row {row}: expert {array[row, slot]} of {num_experts} ({int(bad.any(1).sum())} rows "
+                f"layer {number}, row {row}: expert {wrong} of {num_experts} ({int(bad.sum())} rows "
                 "are out of range): ids past the experts are physical ids of a load balancer (EPLB), or "
                 "belong to another model",
                 number,
-                int(row),
+                row,
                 "physical experts" if past else None,
             )
     if num_experts > 256 and any(dtype.itemsize == 1 for dtype in dtypes):
@@ -153,7 +155,7 @@ def not_zero(numbered: Numbered, num_experts: int, prompt: Mask, real: Mask) -> 
     """`prompt` and `real` are bool `[rows]`: rows of the prompt, and rows that are not padding."""
     name = "not all zero"
     for number, array in numbered:
-        zero = (array == 0).all(axis=1) & real
+        zero = plausible.all_zero(array) & real
         # Experts of a row are distinct, so with top-2 and more a row of zeros cannot be real. With top-1
         # it can: every token at expert 0. Only a whole layer, or the whole prompt, of it is then suspicious.
         if array.shape[1] == 1 and not zero[real].all():
@@ -186,8 +188,7 @@ def distinct(numbered: Numbered, num_experts: int, real: Mask) -> Finding:
     name = "distinct experts"
     highest = max((int(array.max(initial=0)) for _, array in numbered), default=0)
     for number, array in numbered:
-        ordered = np.sort(array, axis=1)
-        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1) & (array.any(axis=1) | ~real)
+        repeated = plausible.repeated_experts(array) & (~plausible.all_zero(array) | ~real)
         if repeated.any():
             row = int(np.argmax(repeated))
             if not real[repeated].any():
@@ -233,24 +234,20 @@ def moving(traces: Sequence[RouteTrace]) -> Finding:
     """Whether one row of routes, of all layers, stands still while the tokens go on."""
     name = "no stuck rows"
     for number, trace in enumerate(traces):
-        routes = trace.routed_experts[:, list(trace.layout.moe_layers)].reshape(trace.rows, -1)
         # Zeros are what not_zero is about, but with top-1 they may be a row like any other.
-        still = (routes[1:] == routes[:-1]).all(axis=1) & (routes[1:].any(axis=1) | (trace.layout.top_k == 1))
-        start, stop = _longest_run(still)
-        tokens = trace.token_ids[start : stop + 1]
-        other = np.delete(still, slice(start, stop))
-        # How often neighbours coincide elsewhere, with one more of each kind so that it is never 0 or 1.
-        usual = (other.sum() + 1) / (len(other) + 2)
-        if (
-            stop - start >= 3
-            and len(set(tokens.tolist())) > 1
-            and (stop - start) * np.log(usual) < np.log(1e-6 / trace.rows)
-        ):
+        run = plausible.stuck_rows(
+            trace.routed_experts[:, list(trace.layout.moe_layers)],
+            trace.token_ids.tolist(),
+            zeros_too=trace.layout.top_k == 1,
+        )
+        if run is not None:
+            start, stop = run
+            tokens = len(set(trace.token_ids[start : stop + 1].tolist()))
             which = f"sequence {number}, " if len(traces) > 1 else ""
             return Finding(
                 name,
                 False,
-                f"{which}rows {start}..{stop} hold one and the same routes in all layers, over {len(set(tokens.tolist()))} "
+                f"{which}rows {start}..{stop} hold one and the same routes in all layers, over {tokens} "
                 "different tokens: the server captured stale or padded rows; update it, or prefill in one chunk",
                 trace.layout.moe_layers[0] + 1,
                 start,
@@ -259,18 +256,13 @@ def moving(traces: Sequence[RouteTrace]) -> Finding:
     return Finding(name, True, "no row is repeated over different tokens")
 
 
-def _longest_run(flags: Mask) -> tuple[int, int]:
-    """The longest run of True, as half-open positions."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
-    if not len(edges):
-        return 0, 0
-    starts, stops = edges[::2], edges[1::2]
-    best = int(np.argmax(stops - starts))
-    return int(starts[best]), int(stops[best])
+def padding(
+    numbered: Numbered, num_experts: int, ranks: int, padded: Mask, rule: str | None = None
+) -> Finding:
+    """Padding rows are forwarded like any other, so their experts must be spread over the expert-parallel ranks.
 
-
-def padding(numbered: Numbered, num_experts: int, ranks: int, padded: Mask) -> Finding:
-    """Padding rows are forwarded like any other, so their experts must be spread over the expert-parallel ranks."""
+    `rule` is the sentence that says how they were chosen, where that is known.
+    """
     name = "padding spread"
     total = int(padded.sum())
     for number, array in numbered:
@@ -292,7 +284,8 @@ def padding(numbered: Numbered, num_experts: int, ranks: int, padded: Mask) -> F
                 int(np.argmax(padded)),
                 "unbalanced padding",
             )
-    return Finding(name, True, f"{total} padding rows are spread over {ranks} expert-parallel ranks")
+    chosen = f": {rule}" if rule else ""
+    return Finding(name, True, f"{total} padding rows are spread over {ranks} expert-parallel ranks{chosen}")
 
 
 def _listed(numbers: Iterable[int]) -> str:

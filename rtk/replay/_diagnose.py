@@ -8,6 +8,7 @@ import numpy as np
 
 from rtk.replay import _hypotheses, _regions
 from rtk.replay._sides import Sides
+from rtk.replay._trial import Trial
 from rtk.replay.report import Hypothesis
 
 # A specific layout wins over a search among a thousand shifts that does about as well.
@@ -50,12 +51,13 @@ def diagnose(sides: Sides, *, min_agreement: float = _regions.MIN_AGREEMENT) -> 
     region = _regions.find(sides, min_agreement=min_agreement)
     if region is None:
         return None
-    tried = list(_hypotheses.tried(sides, region))
+    trial = Trial(sides, region)
+    tried = list(_hypotheses.tried(trial))
     rest = sides.compared.copy()
     rest[region.start : region.stop] = False
     part = bool(rest.any())
     if not any(h.explains for h in tried) and not sides.exact:
-        tried += _by_place(sides, region, part)
+        tried += _by_place(trial, part)
     top = max((h.after for h in tried if h.explains), default=1.0)
     order = sorted(
         range(len(tried)),
@@ -81,15 +83,13 @@ def _first(sides: Sides, region: _regions.Region) -> tuple[int, int]:
     return sides.layer_numbers[router], region.start + int(np.argmax(bad[router]))
 
 
-def _by_place(sides: Sides, region: _regions.Region, part: bool) -> list[Hypothesis]:
+def _by_place(trial: Trial, part: bool) -> list[Hypothesis]:
     """A fault that is known by its place alone: a span that half agrees, in every layer, beside one that agrees."""
     if not part:
         return []
-    rows = np.zeros(len(sides.compared), bool)
-    rows[region.start : region.stop] = True
-    chance = sides.chance(rows & sides.compared, region.routers)
-    kappa = (region.agreement - chance) / max(1 - chance, 1e-6)
-    outside = float(sides.same[:, sides.compared & ~rows].mean())
+    sides, region = trial.sides, trial.region
+    kappa = (region.agreement - trial.chance) / max(1 - trial.chance, 1e-6)
+    outside = float(sides.same[:, sides.compared & ~trial.rows].mean())
     explains = kappa >= 0.1
     return [
         Hypothesis(

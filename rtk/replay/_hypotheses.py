@@ -9,16 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from rtk.replay._permutation import relabelling
-from rtk.replay._regions import Region
 from rtk.replay._shifts import shifted_tokens
-from rtk.replay._sides import Keys, Sides, keys
-from rtk.replay._trial import Trial
+from rtk.replay._sides import Keys, keys
+from rtk.replay._trial import Trial, some
 from rtk.replay.report import Hypothesis
 
 
-def tried(sides: Sides, region: Region) -> Iterator[Hypothesis]:
+def tried(trial: Trial) -> Iterator[Hypothesis]:
     """All hypotheses that can be tried in a region, the most specific first."""
-    trial = Trial(sides, region)
     yield from _other_orders(trial)
     yield from shifted_tokens(trial)
     yield from _shifted_layers(trial)
@@ -50,8 +48,7 @@ def _shifted_layers(trial: Trial) -> Iterator[Hypothesis]:
     sides, region = trial.sides, trial.region
     pool = sorted(sides.layers)
     table = np.full((len(sides.layer_numbers), len(pool)), -1.0)
-    rows = np.flatnonzero(trial.rows)
-    rows = rows[np.unique(np.linspace(0, len(rows) - 1, 2048).astype(int))] if len(rows) else rows
+    rows = some(np.flatnonzero(trial.rows), 2048)
     if not len(rows) or len(pool) < 2:
         return
     there = sides.token[rows]
@@ -110,10 +107,9 @@ def _wrapped(trial: Trial) -> Iterator[Hypothesis]:
     if top < 256:
         return
     same = np.zeros_like(sides.same)
-    there = np.where(sides.compared, sides.token, 0)
     for i, number in enumerate(sides.layer_numbers):
         if number in sides.layers:
-            ours, theirs = sides.observed[i], sides.layers[number][there]
+            ours, theirs = sides.observed[i], sides.layers[number][sides.there]
             same[i] = (keys(ours % 256) == keys(theirs % 256)) & sides.compared
     one_sided = max(int(ids.max(initial=0)) for ids in sides.observed) < 256 or (
         max(int(ids.max(initial=0)) for ids in sides.layers.values()) < 256
@@ -133,12 +129,11 @@ def _stuck(trial: Trial) -> Iterator[Hypothesis]:
     """One row that one side repeats over contiguous tokens."""
     sides = trial.sides
     ours, theirs = [], []
-    there = np.where(sides.compared, sides.token, 0)
     for i in np.flatnonzero(trial.region.routers):
         number = sides.layer_numbers[i]
         if number in sides.layer_keys:
             ours.append(_commonest(sides.observed_keys[i][trial.rows]))
-            theirs.append(_commonest(sides.layer_keys[number][there][trial.rows]))
+            theirs.append(_commonest(sides.layer_keys[number][sides.there][trial.rows]))
     if not ours:
         return
     moving, stuck = sorted([float(np.mean(theirs)), float(np.mean(ours))])
@@ -159,11 +154,10 @@ def _commonest(row_keys: Keys) -> float:
 def _relabelled(trial: Trial) -> Iterator[Hypothesis]:
     """Experts under other ids, layer by layer: a load balancer's physical experts."""
     sides, befores, afters, chances, known = trial.sides, [], [], [], []
-    there = np.where(sides.compared, sides.token, 0)
     for i in np.flatnonzero(trial.region.routers):
         number = sides.layer_numbers[i]
         if number in sides.layers:
-            fit = relabelling(sides.observed[i][trial.rows], sides.layers[number][there][trial.rows])
+            fit = relabelling(sides.observed[i][trial.rows], sides.layers[number][sides.there][trial.rows])
             if fit is not None:
                 befores.append(fit.before)
                 afters.append(fit.after)

@@ -18,14 +18,6 @@ from rtk.replay.shard import Shard
 
 # CUDA graph scopes that hold the router; without any scope a whole layer is captured.
 _GRAPHED = {"full_iteration", "moe", "moe_router", "moe_preprocess"}
-# Ways to spread layers that `Shard` does not know.
-_NOT_EVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
 
 
 def read(chunks: Sequence[torch.nn.Module], layout: ModelLayout | None) -> Shard:
@@ -39,11 +31,6 @@ def read(chunks: Sequence[torch.nn.Module], layout: ModelLayout | None) -> Shard
             f"there are {len(chunks)} model chunks while virtual_pipeline_model_parallel_size is {virtual}: give "
             "the whole list of chunks, as Megatron's get_model returns it"
         )
-    for option in _NOT_EVEN:
-        if getattr(config, option):
-            raise ShardError(
-                f"{option}={getattr(config, option)!r} spreads the layers unevenly, which a Shard cannot say yet"
-            )
     layout = layout or _layout(config)
     ranks = {
         name: _rank(chunks[0], group, size)
@@ -59,6 +46,12 @@ def read(chunks: Sequence[torch.nn.Module], layout: ModelLayout | None) -> Shard
         pipeline_size=config.pipeline_model_parallel_size,
         pipeline_rank=ranks["pipeline"],
         virtual_size=virtual,
+        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+        account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
+        pipeline_layout=_pipeline_layout(config),
+        mtp_layers=config.mtp_num_layers or 0,
         tensor_size=config.tensor_model_parallel_size,
         tensor_rank=ranks["tensor"],
         sequence_parallel=config.sequence_parallel,
@@ -114,19 +107,14 @@ def _config(chunk: torch.nn.Module) -> TransformerConfig:
 
 
 def _layout(config: TransformerConfig) -> ModelLayout:
-    frequency, count = config.moe_layer_freq, config.num_layers
     if not config.num_moe_experts:
         raise ShardError("num_moe_experts is not set: this is no MoE model")
-    if isinstance(frequency, int):
-        is_moe = [index % frequency == 0 for index in range(count)]
-    elif isinstance(frequency, list) and len(frequency) == count:
-        is_moe = [bool(entry) for entry in frequency]
-    else:
-        raise ShardError(
-            f"moe_layer_freq={frequency!r} does not say which of {count} layers are MoE layers: give the layout"
-        )
-    moe_layers = tuple(index for index, entry in enumerate(is_moe) if entry)
-    return ModelLayout(count, moe_layers, config.num_moe_experts, config.moe_router_topk)
+    return ModelLayout.from_megatron(
+        num_layers=config.num_layers,
+        num_experts=config.num_moe_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_layer_freq=config.moe_layer_freq,
+    )
 
 
 def _rank(chunk: torch.nn.Module, group: str, size: int) -> int:
@@ -146,6 +134,20 @@ def _rank(chunk: torch.nn.Module, group: str, size: int) -> int:
         "ep": parallel_state.get_expert_model_parallel_rank,
     }
     return int(rank[group]())
+
+
+def _pipeline_layout(config: TransformerConfig) -> str | None:
+    """Megatron's pipeline_model_parallel_layout as a string; a list of lists is spelt as one."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        return None
+    letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+    # Its own grid is [pipeline rank][virtual rank]; the string goes through all ranks, chunk by chunk.
+    return "|".join(
+        "".join(letters[kind.name] for kind in layout.layout[rank][virtual])
+        for virtual in range(layout.virtual_pipeline_model_parallel_size)
+        for rank in range(layout.pipeline_model_parallel_size)
+    )
 
 
 def _compare(shard: Shard, chunks: Sequence[torch.nn.Module]) -> None:
@@ -176,6 +178,11 @@ def _compare(shard: Shard, chunks: Sequence[torch.nn.Module]) -> None:
                 f"the router of layer {router.layer_number} chooses {router.topk} of {router.config.num_moe_experts} "
                 f"experts, the layout says {shard.layout.top_k} of {shard.layout.num_experts}"
             )
+    depths = tuple(depth for chunk in chunks for depth, layer in mtp_layers(chunk) if any(_routers(layer)))
+    if depths != shard.mtp_router_numbers:
+        raise ShardError(
+            f"the modules have MTP routers at depths {list(depths)}, the layout says {list(shard.mtp_router_numbers)}"
+        )
 
 
 def _routers(module: torch.nn.Module) -> Iterator[TopKRouter]:

@@ -1,9 +1,10 @@
-"""One pipeline stage of a Qwen3-MoE model in megatron-core, on gloo, for checks and not for training."""
+"""One pipeline rank of a Qwen3-MoE model in megatron-core, on gloo, for checks and not for training."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,15 @@ _ONLY = {
 
 
 class Stage:
-    """A pipeline stage with its weights, float32; every rank of the pipeline makes its own.
+    """A pipeline rank's part of the model with its weights, float32; every rank makes its own.
+
+    Sizes and ranks are those of megatron-core's `parallel_state`.
 
     Args:
         folder: a Qwen3-MoE model folder with config.json and model.safetensors.
 
     Attributes:
-        model: megatron-core's GPTModel of this stage.
+        chunks: megatron-core's GPTModel, or several where the pipeline is virtual.
 
     Raises:
         ShardError: the model is of another kind, or its weights do not fit.
@@ -48,35 +51,27 @@ class Stage:
         for name, allowed in _ONLY.items():
             if config.get(name) not in allowed:
                 raise ShardError(f"{folder} has {name}={config.get(name)!r}, which is not built here")
-        layout = ModelLayout.from_config(config)
-        self._rank = parallel_state.get_pipeline_model_parallel_rank()
-        self._size = parallel_state.get_pipeline_model_parallel_world_size()
         self._hidden_size = config["hidden_size"]
-        megatron_config = _megatron_config(config, layout, self._size)
-        self.model = GPTModel(
-            config=megatron_config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(megatron_config, use_transformer_engine=False),
-            vocab_size=config["vocab_size"],
-            max_sequence_length=config["max_position_embeddings"],
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            # Tied weights are loaded twice instead: sharing them between stages goes through CUDA.
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-            rotary_base=_rope_theta(config),
-            parallel_output=False,
-        ).eval()
-        _megatron_weights.load(
-            self.model,
-            folder,
-            groups=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            tied=config["tie_word_embeddings"],
-        )
+        virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        megatron_config = _megatron_config(config, ModelLayout.from_config(config), virtual_size)
+        self.chunks = [
+            _chunk(megatron_config, config, stage if virtual_size else None)
+            for stage in range(virtual_size or 1)
+        ]
+        for chunk in self.chunks:
+            _megatron_weights.load(
+                chunk,
+                folder,
+                groups=config["num_key_value_heads"],
+                head_dim=config["head_dim"],
+                tied=config["tie_word_embeddings"],
+            )
 
     @torch.no_grad()
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor | None:
         """Forward one sequence through the whole pipeline; every stage calls this with the same tokens.
+
+        Ranks of one expert-parallel group exchange tokens, so theirs must be equally many.
 
         Args:
             token_ids: int64 `[tokens]`.
@@ -85,21 +80,44 @@ class Stage:
             logits `[tokens, vocabulary]` on the last stage, None on the others.
         """
         tokens = len(token_ids)
-        if self._rank > 0:
-            hidden = torch.empty(tokens, 1, self._hidden_size)
-            dist.recv(hidden, src=self._rank - 1)
-            self.model.set_input_tensor(hidden)
         positions = torch.arange(tokens)
         future = positions[None, :] > positions[:, None]
-        output = self.model(token_ids[None], positions[None], future[None, None])
-        if self._rank < self._size - 1:
-            dist.send(output.contiguous(), dst=self._rank + 1)
-            return None
-        logits: torch.Tensor = output[0]
-        return logits
+        for chunk in self.chunks:
+            if not chunk.pre_process:
+                hidden = torch.empty(tokens, 1, self._hidden_size)
+                dist.recv(hidden, src=parallel_state.get_pipeline_model_parallel_prev_rank())
+                chunk.set_input_tensor(hidden)
+            output = chunk(token_ids[None], positions[None], future[None, None])
+            if chunk.post_process:
+                logits: torch.Tensor = output[0]
+                return logits
+            dist.send(output.contiguous(), dst=parallel_state.get_pipeline_model_parallel_next_rank())
+        return None
 
 
-def _megatron_config(config: dict[str, object], layout: ModelLayout, pipeline_size: int) -> TransformerConfig:
+def _chunk(megatron_config: TransformerConfig, config: dict[str, Any], vp_stage: int | None) -> GPTModel:
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return GPTModel(
+        config=megatron_config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            megatron_config, use_transformer_engine=False, vp_stage=vp_stage
+        ),
+        vocab_size=config["vocab_size"],
+        max_sequence_length=config["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        # Tied weights are loaded twice instead: sharing them between stages goes through CUDA.
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=_rope_theta(config),
+        parallel_output=False,
+        vp_stage=vp_stage,
+    ).eval()
+
+
+def _megatron_config(
+    config: dict[str, Any], layout: ModelLayout, virtual_size: int | None
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=layout.num_layers,
         hidden_size=config["hidden_size"],
@@ -124,7 +142,9 @@ def _megatron_config(config: dict[str, object], layout: ModelLayout, pipeline_si
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",  # the other ones want CUDA
         moe_enable_routing_replay=True,
-        pipeline_model_parallel_size=pipeline_size,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=virtual_size,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         use_cpu_initialization=True,
@@ -137,7 +157,7 @@ def _megatron_config(config: dict[str, object], layout: ModelLayout, pipeline_si
     )
 
 
-def _rope_theta(config: dict[str, object]) -> float:
+def _rope_theta(config: dict[str, Any]) -> float:
     # transformers 5 keeps it one level down; older configs on top.
     parameters = config.get("rope_parameters")
     theta = parameters.get("rope_theta") if isinstance(parameters, dict) else config.get("rope_theta")

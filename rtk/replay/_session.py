@@ -16,12 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from rtk.errors import ShardError
 from rtk.replay import megatron
+from rtk.replay.batch import Placement
 from rtk.replay.expand import ExpandedRoutes, expand
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
@@ -106,15 +109,18 @@ class ReplaySession:
         return self._shard
 
     @contextlib.contextmanager
-    def microbatch(self, routes: ExpandedRoutes | RouteTrace | Sequence[RouteTrace]) -> Iterator[None]:
+    def microbatch(
+        self, routes: ExpandedRoutes | RouteTrace | Sequence[RouteTrace], batch: Placement | None = None
+    ) -> Iterator[None]:
         """Replay these routes in the forward passes of the block, and in what is recomputed for them later.
 
-        The block holds the forward pass of one microbatch, of one model chunk or of several. The ids are
-        brought to the routers' devices once, as int32.
+        The block holds the forward pass of one microbatch, of one model chunk or of several. The ids
+        go to a router's device when it first runs, as int32.
 
         Args:
-            routes: what `rtk.replay.expand` gave for this microbatch, or the traces, which are then
+            routes: what `rtk.replay.expand` gave for this microbatch, or its traces, which are then
                 expanded for `shard`.
+            batch: how those traces became the model's input, as in `rtk.replay.expand`.
 
         Raises:
             ShardError: the routes are not those of the model's routers, a router meets another number of
@@ -127,7 +133,7 @@ class ReplaySession:
                 "microbatch blocks do not nest: one block holds the forward pass of one microbatch; its backward "
                 "pass may come at any time later"
             )
-        expanded = routes if isinstance(routes, ExpandedRoutes) else expand(routes, self.shard)
+        expanded = routes if isinstance(routes, ExpandedRoutes) else expand(routes, self.shard, batch=batch)
         self._microbatch = _Microbatch(megatron.targets(expanded, self._model))
         try:
             yield
@@ -139,9 +145,17 @@ class ReplaySession:
 class _Microbatch:
     """The routes of one microbatch; it lives as long as a graph that may need them."""
 
-    targets: Mapping[TopKRouter, torch.Tensor]
+    ids: Mapping[TopKRouter, npt.NDArray[np.int32]]
+    # The same on the routers' devices, from their first run on: a virtual pipeline runs one chunk at a time.
+    tensors: dict[TopKRouter, torch.Tensor] = field(default_factory=dict)
     # Routers that ran without gradients: a checkpoint will run them again, or nothing will.
     without_grad: set[TopKRouter] = field(default_factory=set)
+
+    def target(self, router: TopKRouter) -> torch.Tensor | None:
+        """int32 `[rows, top_k]`; None for an MTP router, which has no routes and chooses by itself."""
+        if router not in self.tensors and router in self.ids:
+            self.tensors[router] = megatron.on_device_of(router, self.ids[router])
+        return self.tensors.get(router)
 
 
 class _Chunk:
@@ -163,7 +177,7 @@ class _Chunk:
         """Before a router runs: give it the routes of its microbatch."""
         session = self._session
         # Inside a backward pass a router runs for one reason: its activations are computed again.
-        recompute = torch._C._current_graph_task_id() != -1
+        recompute = _in_backward()
         microbatch = self._backward if recompute else session._microbatch
         if microbatch is None:
             raise ShardError(
@@ -173,9 +187,9 @@ class _Chunk:
                 else f"the router of layer {router.layer_number} runs in a replay session and has no routes: put the "
                 "forward pass into a block of `microbatch`"
             )
-        target = microbatch.targets.get(router)
+        target = microbatch.target(router)
         if target is None:
-            return  # an MTP router without routes of its own, which chooses by itself
+            return
         rows = inputs[0].numel() // inputs[0].shape[-1]
         if rows != len(target):
             raise ShardError(
@@ -201,7 +215,7 @@ class _Chunk:
     def _tag(self, _chunk: torch.nn.Module, _inputs: object, output: object) -> None:
         """After the chunk's forward pass: have its output say whose backward pass comes."""
         microbatch = self._session._microbatch
-        if microbatch is None:
+        if microbatch is None or _in_backward():
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -221,6 +235,12 @@ class _Chunk:
 
     def _end_backward(self) -> None:
         self._backward = None
+
+
+def _in_backward() -> bool:
+    """Whether this code runs inside a backward pass; torch's own checkpoint asks this way, and it has no public
+    name."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from rtk.replay._trial import Trial
+from rtk.replay._trial import Trial, some
 from rtk.replay.report import Hypothesis
 
 # Shifts that are tried one by one, and the usual sizes of a prefill chunk beyond them.
@@ -20,13 +20,13 @@ _PROBE_LAYERS, _PROBE_ROWS = 8, 4096
 def shifted_tokens(trial: Trial) -> Iterator[Hypothesis]:
     """Rows that hold the routes of a later or earlier token, all by as much or each sequence by its own."""
     sides = trial.sides
-    rows = _some(np.flatnonzero(trial.rows), _PROBE_ROWS)
+    rows = some(np.flatnonzero(trial.rows), _PROBE_ROWS)
     longest = int(np.bincount(sides.sample).max()) if len(sides.sample) else 0
     near = min(longest - 1, _NEAR)
     shifts = [k for k in range(-near, near + 1) if k]
     shifts += [sign * k for k in _CHUNKS if near < k < longest for sign in (-1, 1)]
     shifts.sort(key=abs)  # of two that do as well the smaller one
-    probes = _some(
+    probes = some(
         np.flatnonzero([n in sides.layers for n in sides.layer_numbers] & trial.region.routers), _PROBE_LAYERS
     )
     if not len(rows) or not shifts or not len(probes):
@@ -47,13 +47,6 @@ def shifted_tokens(trial: Trial) -> Iterator[Hypothesis]:
         each = {int(s): 0 if stays[i] else shifts[own[i]] for i, s in enumerate(samples)}
         if len(set(each.values())) > 1:
             yield _shift(trial, each, len(samples) * math.log(len(shifts)))
-
-
-def _some(values: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
-    """At most so many, evenly spread."""
-    return (
-        values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))] if len(values) > most else values
-    )
 
 
 def _scores(

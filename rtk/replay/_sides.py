@@ -81,6 +81,11 @@ class Sides:
         """bool `[rows]`: not padding."""
         return np.asarray(self.token >= 0)
 
+    @cached_property
+    def there(self) -> npt.NDArray[np.int64]:
+        """int64 `[rows]`: `token`, with 0 in the place of -1, so that it can be indexed with."""
+        return np.where(self.compared, self.token, 0)
+
     def matches(
         self, token: npt.NDArray[np.int64], numbers: Sequence[int] | None = None
     ) -> npt.NDArray[np.bool_]:

@@ -7,8 +7,10 @@ import dataclasses
 import numpy as np
 
 from rtk.errors import ShardError
-from rtk.replay._laid import Laid
+from rtk.replay._laid import joined, meeting
 from rtk.replay._specimen import Clean, Specimen, need
+from rtk.replay.batch import Batch
+from rtk.replay.expand import expand
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
 
@@ -27,10 +29,10 @@ def context_order(clean: Clean) -> Specimen:
     need(trace.rows >= 32, "32 rows or more")
     size = 2 if trace.rows < 128 else 4
     rank = int(clean.rng.integers(size))
-    batch = Laid.padded([trace], multiple=2 * size)
+    batch = Batch.padded([trace], align=2 * size)
     shard = dataclasses.replace(clean.shard, context_size=size, context_rank=rank, context_order="contiguous")
     wrong = dataclasses.replace(shard, context_order="zigzag")
-    return Specimen((trace,), shard, {"batch": batch, "tensors": batch.expanded([trace], wrong)})
+    return Specimen((trace,), shard, {"batch": batch, "tensors": expand(trace, wrong, batch=batch).tensors})
 
 
 def layer_offset(clean: Clean) -> Specimen:
@@ -67,12 +69,11 @@ def mtp_numbering(clean: Clean) -> Specimen:
 def packed_without_padding(clean: Clean) -> Specimen:
     traces = clean.traces
     need(len(traces) > 1, "two sequences or more")
-    batch = Laid.packed(traces, multiple=8)
-    need(batch.row[: traces[0].rows + 1].min() < 0, "a first sequence that is not a multiple of 8 rows")
-    joined = Laid.packed(traces, multiple=1, length=len(batch.row))
-    return Specimen(
-        tuple(traces), clean.shard, {"batch": batch, "tensors": joined.expanded(traces, clean.shard)}
-    )
+    batch = Batch.packed(traces, align=8)
+    need(batch.pieces[0] > traces[0].rows, "a first sequence that is not a multiple of 8 rows")
+    wrong = joined(traces, sum(batch.pieces))
+    tensors = expand(traces, clean.shard, batch=wrong).tensors
+    return Specimen(tuple(traces), clean.shard, {"batch": batch, "tensors": tensors})
 
 
 def stale_queue(clean: Clean) -> Specimen:
@@ -100,11 +101,11 @@ def _cut(trace: RouteTrace, rows: int) -> RouteTrace:
 def repeated_padding(clean: Clean) -> Specimen:
     trace = clean.first
     need(trace.layout.top_k > 1, "top-2 or more")
-    batch = Laid.padded([trace], length=trace.rows + 4)
-    tensors = batch.expanded([trace], clean.shard)
-    for tensor in tensors:
-        tensor[batch.row < 0] = 0
-    return Specimen((trace,), clean.shard, {"batch": batch, "tensors": tensors})
+    batch = Batch.padded([trace], length=trace.rows + 4)
+    expanded = expand(trace, clean.shard, batch=batch)
+    for tensor in expanded.tensors:
+        tensor[expanded.padding_mask] = 0
+    return Specimen((trace,), clean.shard, {"batch": batch, "tensors": expanded.tensors})
 
 
 def unbalanced_padding(clean: Clean) -> Specimen:
@@ -114,12 +115,12 @@ def unbalanced_padding(clean: Clean) -> Specimen:
     )
     need(ranks > 1, "experts for two expert-parallel ranks")
     need(ranks > 2 or layout.top_k * 2 < layout.num_experts, "more experts")
-    batch = Laid.padded([trace], length=trace.rows + 64)
+    batch = Batch.padded([trace], length=trace.rows + 64)
     shard = dataclasses.replace(clean.shard, expert_size=ranks)
-    tensors = batch.expanded([trace], shard)
-    for tensor in tensors:
-        tensor[batch.row < 0] = np.arange(layout.top_k)
-    return Specimen((trace,), shard, {"batch": batch, "tensors": tensors})
+    expanded = expand(trace, shard, batch=batch)
+    for tensor in expanded.tensors:
+        tensor[expanded.padding_mask] = np.arange(layout.top_k)
+    return Specimen((trace,), shard, {"batch": batch, "tensors": expanded.tensors})
 
 
 def repeated_turns(clean: Clean) -> Specimen:
@@ -138,15 +139,15 @@ def prompt_alignment(clean: Clean) -> Specimen:
     """Prompts end and completions begin at one column; routes begin at the first."""
     traces = clean.traces
     need(len({trace.prompt_tokens for trace in traces}) > 1, "prompts of different lengths")
-    batch = Laid.meeting(traces)
-    wrong = Laid.padded(traces, length=batch.length)
-    return Specimen(
-        tuple(traces), clean.shard, {"batch": batch, "tensors": wrong.expanded(traces, clean.shard)}
-    )
+    batch = meeting(traces)
+    wrong = Batch.padded(traces, length=batch.row.shape[1])
+    tensors = expand(traces, clean.shard, batch=wrong).tensors
+    return Specimen(tuple(traces), clean.shard, {"batch": batch, "tensors": tensors})
 
 
 def off_by_one(clean: Clean) -> Specimen:
     trace = clean.first
-    batch = Laid.padded([trace], length=trace.rows + 1)
-    wrong = Laid.padded([trace], length=trace.rows + 1, side="left")
-    return Specimen((trace,), clean.shard, {"batch": batch, "tensors": wrong.expanded([trace], clean.shard)})
+    batch = Batch.padded([trace], length=trace.rows + 1)
+    wrong = Batch.padded([trace], length=trace.rows + 1, side="left")
+    tensors = expand(trace, clean.shard, batch=wrong).tensors
+    return Specimen((trace,), clean.shard, {"batch": batch, "tensors": tensors})

@@ -81,6 +81,13 @@ class Trial:
         return kappa >= 0.5 and gain >= 0.25
 
 
+def some(values: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
+    """At most so many, evenly spread."""
+    return (
+        values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))] if len(values) > most else values
+    )
+
+
 def _divergence(a: float, c: float) -> float:
     a = min(max(a, 1e-9), 1 - 1e-9)
     return a * math.log(a / c) + (1 - a) * math.log((1 - a) / (1 - c))

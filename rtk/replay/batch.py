@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,6 +15,7 @@ from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
 
 Index = npt.NDArray[np.int32]
+_FP8_ROWS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 16, "custom": 16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,8 @@ class LocalTokens:
 
     Attributes:
         sample: int32 `[rows]`, the trace of each row; -1 for padding.
-        row: int32 `[rows]`, the row of that trace; -1 for padding.
+        row: int32 `[rows]`, the row of that trace; -1 for padding. It may be `trace.rows`, one past the end,
+            for a last token that the rollout sampled and never forwarded: a token without routes.
     """
 
     sample: Index
@@ -64,47 +66,97 @@ class Batch:
         side: Literal["left", "right"] = "right",
         length: int | None = None,
         align: int = 1,
+        last_token: bool = False,
     ) -> Batch:
         """A sequence a column, all padded to one length.
 
         Args:
-            traces: the microbatch's sequences, each with `trace.rows` tokens.
+            traces: the microbatch's sequences.
             side: where the padding stands.
-            length: tokens of every sequence; the longest one's where left out.
-            align: the length is rounded up to a multiple of this; see `alignment`.
+            length: tokens of every sequence, a multiple of `align`; left out, the longest one's, rounded up.
+            align: what the length is a multiple of; see `alignment`.
+            last_token: whether the model's input holds each sequence whole. Left out, it ends where the
+                routes end, `token_ids[:-1]` of a sampled sequence, as a next-token loss takes it. It matters
+                most with padding on the left, where one token more moves all rows by one.
 
         Raises:
             ShardError: a sequence is longer than `length`, or there are none.
         """
-        rows = _rows(traces)
-        wanted = _up(max(rows) if length is None else length, align)
-        if max(rows) > wanted:
-            raise ShardError(f"trace {int(np.argmax(rows))} has {max(rows)} rows, more than length {wanted}")
-        sample = np.full((len(rows), wanted), -1, np.int32)
+        counts = _tokens(traces, last_token)
+        wanted = _length(max(counts), length, align)
+        if max(counts) > wanted:
+            raise ShardError(
+                f"trace {int(np.argmax(counts))} has {max(counts)} rows, more than length {wanted}"
+            )
+        if side not in ("left", "right"):
+            raise ShardError(f"side is {side!r}; padding stands on the 'left' or on the 'right'")
+        sample = np.full((len(counts), wanted), -1, np.int32)
         row = sample.copy()
-        for number, count in enumerate(rows):
+        for number, count in enumerate(counts):
             start = 0 if side == "right" else wanted - count
             sample[number, start : start + count] = number
             row[number, start : start + count] = np.arange(count)
         return cls(sample, row, (wanted,))
 
     @classmethod
-    def packed(cls, traces: Sequence[RouteTrace], *, align: int = 1) -> Batch:
-        """All sequences in one column, each padded on the right to a multiple of `align` (Megatron's THD format).
+    def packed(
+        cls,
+        traces: Sequence[RouteTrace],
+        *,
+        align: int = 1,
+        total_align: int = 1,
+        length: int | None = None,
+        last_token: bool = False,
+    ) -> Batch:
+        """All sequences in one column, each padded on the right (Megatron's THD format).
 
-        `cu_seqlens` of Megatron's PackedSeqParams are the sums of the traces' rows, `cu_seqlens_padded` those of
-        `pieces`.
+        Args:
+            traces: the microbatch's sequences.
+            align: each sequence is padded to a multiple of this; see `alignment`.
+            total_align: what all of them together are a multiple of, as fp8 kernels want it. The last
+                sequence's padding grows until it is so, as verl and NeMo RL do it.
+            length: tokens of the whole pack, a multiple of both; pipeline stages may need it fixed.
+            last_token: as in `padded`.
+
+        Raises:
+            ShardError: the sequences are longer than `length`, or there are none.
         """
-        rows = _rows(traces)
-        pieces = tuple(_up(count, align) for count in rows)
-        sample = np.full((1, sum(pieces)), -1, np.int32)
+        counts = _tokens(traces, last_token)
+        pieces = [_up(count, align) for count in counts]
+        # The last sequence has to stay a multiple of `align` when it grows.
+        total = _length(sum(pieces), length, math.lcm(align, total_align))
+        if total < sum(pieces):
+            raise ShardError(
+                f"the traces take {sum(pieces)} rows with their padding, more than length {total}"
+            )
+        pieces[-1] += total - sum(pieces)
+        sample = np.full((1, total), -1, np.int32)
         row = sample.copy()
         start = 0
-        for number, (count, piece) in enumerate(zip(rows, pieces, strict=True)):
+        for number, (count, piece) in enumerate(zip(counts, pieces, strict=True)):
             sample[0, start : start + count] = number
             row[0, start : start + count] = np.arange(count)
             start += piece
-        return cls(sample, row, pieces)
+        return cls(sample, row, tuple(pieces))
+
+    @property
+    def cu_seqlens(self) -> Index:
+        """int32 `[sequences + 1]`, where each sequence of a pack would begin without padding, and the end.
+
+        What Megatron's PackedSeqParams calls `cu_seqlens_q`.
+        """
+        self._check_packed()
+        return _cumulated(np.bincount(self.sample[self.sample >= 0], minlength=len(self.pieces)))
+
+    @property
+    def cu_seqlens_padded(self) -> Index:
+        """int32 `[sequences + 1]`, where each sequence of a pack begins, and the end; `cu_seqlens_q_padded`."""
+        self._check_packed()
+        return _cumulated(self.pieces)
+
+    def _check_packed(self) -> None:
+        if len(self.sample) > 1:
+            raise ShardError("a padded batch has no cu_seqlens; they are of sequences packed into one")
 
     def local(self, shard: Shard) -> LocalTokens:
         """The rows of one rank, flattened as routers flatten Megatron's `[sequence, batch, hidden]`.
@@ -147,26 +199,49 @@ class Batch:
         return np.concatenate(parts)
 
 
-def alignment(shard: Shard, *, kernel: int = 1) -> int:
+def alignment(shard: Shard, *, fp8: str | int | None = None) -> int:
     """The multiple to which sequences have to be padded for a shard.
 
-    Tensor parallelism with sequence parallelism needs a multiple of its size in each context-parallel part, and
-    zigzag context parallelism two parts a rank.
+    Zigzag context parallelism cuts each sequence into 2 * size pieces, contiguous into `size`; sequence
+    parallelism cuts what a rank has left into as many runs as there are tensor-parallel ranks.
 
     Args:
         shard: what the sequences are cut for.
-        kernel: a multiple that each rank's part must have for its kernels; Transformer Engine's fp8 wants 16.
+        fp8: Megatron's `fp8_recipe`, whose kernels want each rank's rows as a multiple of 16, of 32 for
+            mxfp8 (megatron.core.fp8_utils.get_fp8_align_size); or the multiple itself, such as the 128 that
+            NeMo RL takes for blockwise. Where it is the whole pack that has to divide and not each sequence,
+            give the result to `Batch.packed` as `total_align`, and the result without fp8 as `align`.
+
+    Raises:
+        ShardError: there is no such recipe.
     """
+    if isinstance(fp8, str):
+        if fp8 not in _FP8_ROWS:
+            raise ShardError(f"fp8 is {fp8!r}; Megatron's recipes are {', '.join(_FP8_ROWS)}")
+        fp8 = _FP8_ROWS[fp8]
     parts = shard.context_size * (2 if shard.context_order == "zigzag" and shard.context_size > 1 else 1)
-    tensor = shard.tensor_size if shard.sequence_parallel else 1
-    return parts * math.lcm(tensor, kernel * tensor)
+    return parts * (shard.tensor_size if shard.sequence_parallel else 1) * (1 if fp8 is None else fp8)
 
 
-def _rows(traces: Sequence[RouteTrace]) -> list[int]:
+def _tokens(traces: Sequence[RouteTrace], last_token: bool) -> list[int]:
     if not traces:
         raise ShardError("a batch needs at least one trace")
-    return [trace.rows for trace in traces]
+    return [len(trace.token_ids) if last_token else trace.rows for trace in traces]
+
+
+def _length(needed: int, length: int | None, align: int) -> int:
+    if length is None:
+        return _up(needed, align)
+    if length % align:
+        raise ShardError(f"length {length} is no multiple of {align}, which the alignment asks for")
+    return length
 
 
 def _up(count: int, multiple: int) -> int:
+    if multiple < 1:
+        raise ShardError(f"an alignment is {multiple}; it is at least 1")
     return -(-count // multiple) * multiple
+
+
+def _cumulated(lengths: Iterable[int]) -> Index:
+    return np.concatenate([[0], np.cumsum(list(lengths))]).astype(np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from rtk.replay._diagnose import Diagnosis, diagnose
 from rtk.replay._orders import Tokens, other_orders, tokens_of
 from rtk.replay._regions import MIN_AGREEMENT
 from rtk.replay._sides import Ids, Sides
-from rtk.replay.batch import Placement
-from rtk.replay.expand import expand
+from rtk.replay.batch import Batch, Placement
+from rtk.replay.expand import expand, padding_rule
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
@@ -75,8 +76,11 @@ def check(
             raise ShardError(
                 f"the shard is of a model with {shard.layout}, the trace of one with {trace.layout}"
             )
+    if batch is None and (shard.context_size > 1 or (shard.sequence_parallel and shard.tensor_size > 1)):
+        batch = Batch.packed(several)
     place = tokens_of(several, shard, batch)
     live = tuple(shard.router_layer_numbers if layer_numbers is None else map(int, layer_numbers))
+    rule = padding_rule(shard) if tensors is None else None
     if tensors is None:
         tensors = expand(several, shard, batch=batch).tensors
     arrays = [np.asarray(tensor) for tensor in tensors]
@@ -94,12 +98,16 @@ def check(
         if found is not None:
             hypotheses = found.hypotheses
             break  # the next comparison would only show the same fault through other eyes
-    findings += _padding(shard, place, live, arrays)
+    findings += _padding(shard, place, live, arrays, rule)
     return ReplayReport(shard, tuple(findings), agreement, hypotheses)
 
 
 def _padding(
-    shard: Shard, place: Tokens, live: tuple[int, ...], arrays: Sequence[npt.NDArray[Any]]
+    shard: Shard,
+    place: Tokens,
+    live: tuple[int, ...],
+    arrays: Sequence[npt.NDArray[Any]],
+    rule: str | None,
 ) -> Iterator[Finding]:
     """Last, since rows that are out of place make padding of tokens."""
     if shard.expert_size > 1 and place.padding.any() and len(arrays) == len(live):
@@ -108,7 +116,7 @@ def _padding(
             for number, array in zip(live, arrays, strict=True)
             if array.shape == (len(place.padding), shard.layout.top_k) and array.dtype.kind in "iu"
         ]
-        yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding)
+        yield _checks.padding(numbered, shard.layout.num_experts, shard.expert_size, place.padding, rule)
 
 
 def _alone(
@@ -156,6 +164,10 @@ class _Task:
     live: tuple[int, ...]
     others: Mapping[str, Sequence[RouteTrace]]
 
+    @cached_property
+    def _own_layers(self) -> dict[int, Ids]:
+        return _layers(self.traces)
+
     def comparisons(
         self,
         arrays: Sequence[npt.NDArray[Any]],
@@ -198,7 +210,7 @@ class _Task:
         plain: bool = False,
     ) -> Sides:
         return Sides(
-            tuple(numbers), tuple(observed), _layers(self.traces), token, self.place.sample, self.place.prompt,
+            tuple(numbers), tuple(observed), self._own_layers, token, self.place.sample, self.place.prompt,
             orders=() if plain else tuple(other_orders(self.traces, self.shard, self.batch, token)),
             others={name: _layers(traces) for name, traces in self.others.items()},
             exact=exact,

@@ -10,6 +10,8 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rtk.errors import ShardError
@@ -115,14 +117,12 @@ def install(expanded: ExpandedRoutes, model: Model) -> None:
             ignores it. Nothing is installed then.
     """
     replays = {router: replay_of(router) for router in routers(model)}
-    for router, tensor in targets(expanded, model).items():
-        replays[router].set_target_indices(tensor)
+    for router, ids in targets(expanded, model).items():
+        replays[router].set_target_indices(on_device_of(router, ids))
 
 
-def targets(expanded: ExpandedRoutes, model: Model) -> dict[TopKRouter, torch.Tensor]:
-    """Each router's tensor, int32 `[rows, top_k]` on the router's device.
-
-    Routers of MTP layers have one only where `expanded` holds routes for them.
+def targets(expanded: ExpandedRoutes, model: Model) -> dict[TopKRouter, npt.NDArray[np.int32]]:
+    """Each router's ids, int32 `[rows, top_k]`; routers of MTP layers have some only where routes are given.
 
     Raises:
         ShardError: the tensors are not those of the model's routers.
@@ -140,10 +140,20 @@ def targets(expanded: ExpandedRoutes, model: Model) -> dict[TopKRouter, torch.Te
             f"there are {len(expanded.tensors)} tensors for the {len(live)} routers of layers {list(live)}: give "
             "one for each local MoE layer, and none for a dense layer"
         )
-    return {
-        router: torch.tensor(tensor, dtype=torch.int32, device=router.weight.device)
-        for router, tensor in zip(backbone, expanded.tensors, strict=True)
-    }
+    ids = dict(zip(backbone, expanded.tensors, strict=True))
+    if expanded.mtp_numbers:
+        if tuple(depths.values()) != expanded.mtp_numbers:
+            raise ShardError(
+                f"the MTP routes are for depths {list(expanded.mtp_numbers)}, while this model has MTP routers at "
+                f"depths {list(depths.values())}"
+            )
+        ids |= zip(depths, expanded.mtp_tensors, strict=True)
+    return ids
+
+
+def on_device_of(router: TopKRouter, ids: npt.NDArray[np.int32]) -> torch.Tensor:
+    """A copy of the ids as an int32 tensor where the router is."""
+    return torch.tensor(ids, dtype=torch.int32, device=router.weight.device)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,12 @@ from rtk.wire import routes
 Json = Mapping[str, Any]
 FLOOR_LOGPROB = -9999.0
 
+# Where each form is asked.
+GENERATE = "/inference/v1/generate"
+SKYRL_GENERATE = "/skyrl/v1/generate"
+SGLANG_GENERATE = "/generate"
+COMPLETIONS = "/v1/completions"
+
 
 class Form(Protocol):
     """One form of request and answer.
@@ -53,7 +59,7 @@ class VllmGenerate:
     answer, before the generated tokens' rows in the choice. Joined in this order they are the one array.
     """
 
-    def __init__(self, path: str = "/inference/v1/generate") -> None:
+    def __init__(self, path: str = GENERATE) -> None:
         self.path = path
 
     def body(
@@ -75,11 +81,17 @@ class VllmGenerate:
         logprobs = choice.get("logprobs")
         if logprobs is None:
             return GenerateChunk(token_ids, None)
-        content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
-        if not isinstance(content, list) or len(content) != len(token_ids):
+        values = self._logprobs(logprobs) if isinstance(logprobs, Mapping) else None
+        if values is None or len(values) != len(token_ids):
             raise PayloadError(f"logprobs of the answer are {_short(logprobs)} for {len(token_ids)} tokens")
-        values = [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
         return GenerateChunk(token_ids, _finite(values))
+
+    def _logprobs(self, logprobs: Json) -> list[object] | None:
+        """What the choice's logprobs object says of each token; None where it is of another form."""
+        content = logprobs.get("content")
+        if not isinstance(content, list):
+            return None
+        return [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in content]
 
     def finish_reason(self, choice: Json) -> str | None:
         reason = choice.get("finish_reason")
@@ -104,22 +116,16 @@ class Completions(VllmGenerate):
     """
 
     def __init__(self) -> None:
-        super().__init__("/v1/completions")
+        super().__init__(COMPLETIONS)
 
     def body(
         self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
     ) -> dict[str, Any]:
         return {**sampling_params, "prompt": _as_ints(token_ids), "return_token_ids": True}
 
-    def chunk(self, choice: Json) -> GenerateChunk:
-        token_ids = _token_ids(choice.get("token_ids"))
-        logprobs = choice.get("logprobs")
-        if logprobs is None:
-            return GenerateChunk(token_ids, None)
-        values = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
-        if not isinstance(values, list) or len(values) != len(token_ids):
-            raise PayloadError(f"logprobs of the answer are {_short(logprobs)} for {len(token_ids)} tokens")
-        return GenerateChunk(token_ids, _finite(values))
+    def _logprobs(self, logprobs: Json) -> list[object] | None:
+        values = logprobs.get("token_logprobs")
+        return values if isinstance(values, list) else None
 
 
 # vLLM's names of sampling parameters, where SGLang has others. What stands in neither list has one name in both.
@@ -136,7 +142,7 @@ class SglangGenerate:
         layout: the model's layout, which gives the routes their shape; None where no routes are wanted.
     """
 
-    path = "/generate"
+    path = SGLANG_GENERATE
 
     def __init__(self, layout: ModelLayout | None) -> None:
         self._layout = layout

@@ -65,6 +65,7 @@ def megatron_config(**settings):
 def megatron_model(*, seed=0, vp_stage=None, pp_rank=None, pg_collection=None, **settings):
     """A GPTModel, or one chunk of it, in training mode; the same seed gives the same weights."""
     import torch
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
@@ -83,6 +84,8 @@ def megatron_model(*, seed=0, vp_stage=None, pp_rank=None, pg_collection=None, *
         max_sequence_length=64,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     ).train()

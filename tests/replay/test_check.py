@@ -242,3 +242,15 @@ def test_a_live_router_of_a_layer_that_the_model_does_not_have(clean):
     found = failures(check(clean, STAGE_1, layer_numbers=[5, 6, 7, 9]))
     assert found.keys() == {"layer numbers"}
     assert found["layer numbers"][0] == 9
+
+
+def test_a_rank_that_sees_some_of_the_tokens_needs_no_batch():
+    layout = ModelLayout(num_layers=1, moe_layers=(0,), num_experts=16, top_k=2)
+    routes = np.arange(16, dtype=np.uint8).reshape(8, 1, 2)
+    trace = RouteTrace(np.arange(9), ("x",) * 9, 1, routes, layout)
+    cut = {"context_size": 2, "context_rank": 1, "tensor_size": 2, "sequence_parallel": True}
+    report = check(trace, Shard(layout, **cut))
+    assert report.ok
+    # Rank 1 of the zigzag has rows 2 to 5, and its tensor rank 0 the first two of them.
+    assert check(trace, Shard(layout, **cut), tensors=[routes[2:4, 0]]).ok
+    assert not check(trace, Shard(layout, **cut), tensors=[routes[4:6, 0]]).ok

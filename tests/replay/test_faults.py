@@ -9,7 +9,7 @@ import pytest
 from rtk import ModelLayout
 from rtk.errors import ShardError, TraceError
 from rtk.replay import Batch, Shard, check, expand, faults
-from rtk.replay._laid import Laid
+from rtk.replay._laid import meeting
 from rtk.replay._simulated import other_engine, simulate
 
 from . import engines
@@ -109,8 +109,9 @@ def test_no_false_alarm(layout, lengths, seed, made):
     traces, runners_up, _ = made(layout, lengths, seed)
     shard = Shard(layout)
     assert check(traces[0], shard).ok
-    for batch in (Laid.padded(traces, multiple=16), Laid.packed(traces, multiple=16), Laid.meeting(traces)):
-        report = check(traces, shard, batch=batch, tensors=batch.expanded(traces, shard))
+    for batch in (Batch.padded(traces, align=16), Batch.packed(traces, align=16), meeting(traces)):
+        tensors = expand(traces, shard, batch=batch).tensors
+        report = check(traces, shard, batch=batch, tensors=tensors)
         assert report.ok, report
     for share in (0.0, 0.01, 0.05, 0.1):
         other = other_engine(traces, runners_up, share, np.random.default_rng(seed))

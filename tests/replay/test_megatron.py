@@ -7,12 +7,14 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-import rtk
-from rtk import ModelLayout, RouteTrace, _shipped
+from rtk import ModelLayout, RouteTrace, _shipped, save_traces
 from rtk.errors import LayoutError, ShardError
 from rtk.replay import ExpandedRoutes, Shard, check, expand, verify
 
@@ -24,21 +26,11 @@ TOKENS = [5, 77, 200, 13, 42, 99, 101, 8, 64, 17]
 
 
 @pytest.fixture(scope="module")
-def stage(model_folder, tmp_path_factory):
+def stage(gloo, model_folder):
     """The random model as one whole stage, in this process."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from rtk.replay import _megatron_cpu
     from rtk.replay._megatron_stage import Stage
 
-    rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    _megatron_cpu.apply()
-    yield Stage(model_folder)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    return Stage(model_folder)
 
 
 @pytest.fixture
@@ -97,7 +89,7 @@ def other_routes(layout):
 def test_the_same_weights_give_the_same_logits_and_routes(stage, reference):
     from rtk.replay import megatron
 
-    with megatron.recording(stage.model) as recorded:
+    with megatron.recording(stage.chunks) as recorded:
         logits = stage.forward(torch.tensor(TOKENS))
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS]), output_router_logits=True)
@@ -130,7 +122,7 @@ def test_a_model_with_the_other_settings_gives_the_same_logits_and_routes(stage,
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(tmp_path)
     other = Stage(tmp_path)
-    with megatron.recording(other.model) as recorded:
+    with megatron.recording(other.chunks) as recorded:
         logits = other.forward(torch.tensor(TOKENS))
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS]), output_router_logits=True)
@@ -143,11 +135,11 @@ def test_a_model_with_the_other_settings_gives_the_same_logits_and_routes(stage,
 def test_its_own_routes_replayed_change_nothing(stage):
     from rtk.replay import megatron
 
-    with megatron.recording(stage.model) as recorded:
+    with megatron.recording(stage.chunks) as recorded:
         own = stage.forward(torch.tensor(TOKENS))
     tensors = tuple(r.int().numpy() for r in recorded.values())
     expanded = ExpandedRoutes(tensors, tuple(recorded), np.zeros(len(TOKENS), bool))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         assert torch.equal(stage.forward(torch.tensor(TOKENS)), own)
 
 
@@ -155,9 +147,9 @@ def test_installed_ids_are_int32_and_lead_where_int64_would(stage, layout):
     from rtk.replay import megatron
 
     expanded = expand(trace_of(layout, other_routes(layout)), Shard(layout))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         narrow = stage.forward(torch.tensor(TOKENS))
-        for router in megatron.routers(stage.model):
+        for router in megatron.routers(stage.chunks):
             replay = router.router_replay
             assert replay.target_topk_idx.dtype == torch.int32
             replay.target_topk_idx = replay.target_topk_idx.long()
@@ -169,7 +161,7 @@ def test_replayed_routes_are_used(stage, reference, layout):
 
     routes = other_routes(layout)
     expanded = expand(trace_of(layout, routes), Shard(layout))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         replayed = stage.forward(torch.tensor(TOKENS))
     own = stage.forward(torch.tensor(TOKENS))
     assert (replayed - own).abs().max() > 0.1
@@ -185,17 +177,17 @@ def test_state_is_clean_afterwards_and_after_an_exception(stage, layout):
             and replay.target_topk_idx is None
             and replay.recorded_topk_idx is None
             and replay.replay_backward_list == []
-            for replay in (router.router_replay for router in megatron.routers(stage.model))
+            for replay in (router.router_replay for router in megatron.routers(stage.chunks))
         )
 
     expanded = expand(trace_of(layout, other_routes(layout)), Shard(layout))
-    with megatron.replaying(stage.model, expanded):
+    with megatron.replaying(stage.chunks, expanded):
         assert not is_clean()
     assert is_clean()
-    with pytest.raises(RuntimeError, match="out of memory"), megatron.replaying(stage.model, expanded):
+    with pytest.raises(RuntimeError, match="out of memory"), megatron.replaying(stage.chunks, expanded):
         raise RuntimeError("out of memory")
     assert is_clean()
-    with pytest.raises(ShardError, match="recorded nothing"), megatron.recording(stage.model):
+    with pytest.raises(ShardError, match="recorded nothing"), megatron.recording(stage.chunks):
         pass
     assert is_clean()
 
@@ -209,10 +201,10 @@ def test_routes_of_other_layers_are_not_installed(stage, layout):
         ExpandedRoutes(expanded.tensors[:1], expanded.layer_numbers[:1], expanded.padding_mask),
     ):
         with pytest.raises(ShardError, match=r"this model's routers are of layers \[2, 4\]"):
-            megatron.install(wrong, stage.model)
+            megatron.install(wrong, stage.chunks)
     with pytest.raises(ShardError, match=r"1 tensors for the 2 routers of layers \[2, 4\]"):
-        megatron.install(dataclasses.replace(expanded, tensors=expanded.tensors[:1]), stage.model)
-    assert all(router.router_replay.target_topk_idx is None for router in megatron.routers(stage.model))
+        megatron.install(dataclasses.replace(expanded, tensors=expanded.tensors[:1]), stage.chunks)
+    assert all(router.router_replay.target_topk_idx is None for router in megatron.routers(stage.chunks))
 
 
 def test_routers_of_wrapped_models_and_lists_of_chunks(stage, model_folder):
@@ -222,19 +214,19 @@ def test_routers_of_wrapped_models_and_lists_of_chunks(stage, model_folder):
     from rtk.replay._megatron_stage import Stage
 
     # One of its own: the wrapper turns what it holds to bfloat16.
-    model = Stage(model_folder).model
+    model = Stage(model_folder).chunks[0]
     wrapped = Float16Module(dataclasses.replace(model.config, bf16=True), model)
     assert megatron.router_layer_numbers(wrapped) == megatron.router_layer_numbers([wrapped]) == (2, 4)
-    layers = stage.model.decoder.layers
+    layers = stage.chunks[0].decoder.layers
     assert megatron.router_layer_numbers([layers[2:], layers[:2]]) == (4, 2)
 
 
 def test_a_router_without_replay_is_named(stage, monkeypatch):
     from rtk.replay import megatron
 
-    monkeypatch.setattr(megatron.routers(stage.model)[1], "router_replay", None)
+    monkeypatch.setattr(megatron.routers(stage.chunks)[1], "router_replay", None)
     with pytest.raises(ShardError, match=r"layer 4 has no RouterReplay.*moe_enable_routing_replay"):
-        with megatron.recording(stage.model):
+        with megatron.recording(stage.chunks):
             pass
 
 
@@ -266,10 +258,22 @@ def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
     assert not hasattr(moe_utils, "te_general_gemm")
 
 
-def test_two_stages_choose_and_replay_as_transformers_does(model_folder, reference, layout):
-    """One trace with the routes that transformers chooses, and one with routes that no router chose; each
-    with the logprobs that transformers gives under them. Only a replay of each layer's own routes, on both
-    stages, reproduces the second's."""
+# PP, VPP, EP, and the layer numbers of each pipeline rank's routers, where layers 2 and 4 of 4 have one.
+LAYOUTS = {
+    "PP=2": (2, 1, 1, [(2,), (4,)]),
+    "PP=2 VPP=2": (2, 2, 1, [(), (2, 4)]),
+    "EP=2": (1, 1, 2, [(2, 4)]),
+    "PP=2 EP=2": (2, 1, 2, [(2,), (4,)]),
+}
+
+
+@pytest.mark.parametrize(("pipeline", "virtual", "expert", "numbers"), LAYOUTS.values(), ids=LAYOUTS)
+def test_real_ranks_choose_and_replay_as_transformers_does(
+    model_folder, reference, layout, pipeline, virtual, expert, numbers
+):
+    """Traces with the routes that transformers chooses, and with routes that no router chose; each with the
+    logprobs that transformers gives under them. Only a replay of each layer's own routes, on all ranks,
+    reproduces the drawn ones'."""
     with torch.no_grad():
         output = reference(torch.tensor([TOKENS]), output_router_logits=True)
     chosen, drawn = other_routes(layout), other_routes(layout)
@@ -278,42 +282,71 @@ def test_two_stages_choose_and_replay_as_transformers_does(model_folder, referen
         # The two implementations round differently; without this margin a tie could fall either way.
         assert (best.values[:, -2] - best.values[:, -1]).min() > 1e-4
         chosen[:, layer] = best.indices[:, : layout.top_k]
-    logits = output.logits[0], forward_with_routes(reference, layout, drawn)
-    traces = []
-    for routes, scores in zip((chosen, drawn), logits, strict=True):
+    # The third trace is shorter, so that the ranks of an expert-parallel group have to pad one of theirs.
+    logprobs = []
+    for scores in (output.logits[0], forward_with_routes(reference, layout, drawn)):
         generated = torch.tensor(TOKENS[4:])
-        logprobs = scores[3:-1].log_softmax(-1).gather(1, generated[:, None])[:, 0].numpy()
-        traces.append(trace_of(layout, routes, logprobs))
-    first, last = verify(model_folder, traces, timeout_s=240)
-    assert first.router_layer_numbers == (2,)
-    assert last.router_layer_numbers == (4,)
-    # All rows of the first trace, and of the second those that chance made the same.
+        logprobs.append(scores[3:-1].log_softmax(-1).gather(1, generated[:, None])[:, 0].numpy())
+    logprobs[0][2] = -9999.0
+    whole = [trace_of(layout, chosen, logprobs[0]), trace_of(layout, drawn, logprobs[1])]
+    short = RouteTrace(TOKENS[:7], ("x",) * 7, 4, drawn[:7], layout, logprobs[1][:3])
+    traces = [*whole, whole[1], short, whole[1]]
+
+    results = verify(
+        model_folder,
+        traces,
+        pipeline_size=pipeline,
+        virtual_size=virtual,
+        expert_size=expert,
+        timeout_s=240,
+    )
+    assert [(each.pipeline_rank, each.expert_rank) for each in results] == [
+        (rank, other) for rank in range(pipeline) for other in range(expert)
+    ]
     same = (np.sort(chosen) == np.sort(drawn)).all(-1)
-    assert first.agreement == pytest.approx([(1 + same[:, 1].mean()) / 2])
-    assert last.agreement == pytest.approx([(1 + same[:, 3].mean()) / 2])
-    assert first.replay_honoured
-    assert last.replay_honoured
-    assert last.logprob_gap > 0.1
-    assert last.logprob_gap_replayed < 1e-4
-    assert first.logprob_gap is None
-
-
-def test_the_tiny_models_rollout_lines_up_with_two_real_stages(embedded_server):
-    with rtk.connect(embedded_server.url) as session:
-        traces = [
-            session.sample(texts[0], max_tokens=24, temperature=0.8, seed=1).trace
-            for texts in _shipped.prompts().values()
-        ]
-    results = verify(embedded_server.model, traces, timeout_s=240)
-    assert [result.router_layer_numbers for result in results] == [(2, 3, 4), (5, 6, 7, 8)]
     for result in results:
-        shard = Shard(traces[0].layout, 2, result.pipeline_rank)
+        assert result.router_layer_numbers == numbers[result.pipeline_rank]
         assert result.replay_honoured
-        # float32 on both sides: a near tie may fall the other way, and no more than that.
-        assert min(result.agreement) > 0.97
-        for trace in traces:
-            assert check(trace, shard, layer_numbers=result.router_layer_numbers).ok
-    assert results[-1].logprob_gap_replayed < 1e-3
+        own = traces[result.expert_rank :: expert]
+        # All rows of the first trace, and of the others those that chance made the same.
+        for number, agreement in zip(result.router_layer_numbers, result.agreement, strict=True):
+            rows = [same[: each.rows, number - 1] | (each is whole[0]) for each in own]
+            assert agreement == pytest.approx(np.concatenate(rows).mean())
+        assert result.floored == (result.pipeline_rank == pipeline - 1 and result.expert_rank == 0)
+        if result.pipeline_rank == pipeline - 1:
+            assert result.logprob_gap > 0.1
+            assert result.logprob_gap_replayed < 1e-4
+        else:
+            assert result.logprob_gap is None
+
+
+def test_the_tiny_models_rollout_lines_up_with_real_ranks(session, capsys):
+    """Routes of the embedded server, and of vLLM in bfloat16, in every layout that runs without a GPU."""
+    traces = [
+        session.sample(texts[0], max_tokens=24, temperature=0.8, seed=1).trace
+        for texts in _shipped.prompts().values()
+    ]
+    for pipeline, virtual, expert in [(2, 1, 1), (2, 2, 1), (1, 1, 2)]:
+        results = verify(
+            _shipped.find("tiny_moe"),
+            traces,
+            pipeline_size=pipeline,
+            virtual_size=virtual,
+            expert_size=expert,
+            timeout_s=240,
+        )
+        for result in results:
+            with capsys.disabled():
+                print(
+                    f"\nPP={pipeline} VPP={virtual} EP={expert}, rollout by {session.server_version}: {result}"
+                )
+            assert result.replay_honoured
+            assert min(result.agreement) > 0.9
+            shard = Shard(traces[0].layout, pipeline, result.pipeline_rank, virtual_size=virtual)
+            for trace in traces:
+                assert check(trace, shard, layer_numbers=result.router_layer_numbers).ok
+        covered = {number for result in results for number in result.router_layer_numbers}
+        assert covered == set(range(2, 9))
 
 
 GATE = "model.layers.1.mlp.gate.weight"
@@ -369,7 +402,7 @@ def children(monkeypatch):
 
 def test_what_a_stage_cannot_do_comes_back_in_its_words(children, model_folder, layout, tmp_path):
     broken = edited(model_folder, tmp_path / "edited", drop="model.norm.weight")
-    with pytest.raises(ShardError, match=r"^pipeline stage 1: .*no tensor model\.norm\.weight"):
+    with pytest.raises(ShardError, match=r"^rank 1: .*no tensor model\.norm\.weight"):
         verify(broken, [trace_of(layout, other_routes(layout))], timeout_s=240)
 
 
@@ -378,15 +411,13 @@ def test_the_stage_that_crashed_is_quoted_and_not_the_one_that_waits_for_it(
     children, model_folder, layout, rank
 ):
     children[rank] = "raise OSError('no space left')"
-    with pytest.raises(
-        ShardError, match=rf"(?s)^pipeline stage {rank} failed \(exit status 1\).*no space left$"
-    ):
+    with pytest.raises(ShardError, match=rf"(?s)^rank {rank} failed \(exit status 1\).*no space left$"):
         verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=240)
 
 
 def test_a_killed_stage_is_named(children, model_folder, layout):
     children["1"] = "import os; os.kill(os.getpid(), 9)"
-    with pytest.raises(ShardError, match=r"^pipeline stage 1 failed \(exit status -9\)"):
+    with pytest.raises(ShardError, match=r"^rank 1 failed \(exit status -9\)"):
         verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=240)
 
 
@@ -394,6 +425,62 @@ def test_a_stage_that_hangs_is_given_up(children, model_folder, layout):
     children["0"] = children["1"] = "import time; time.sleep(600)"
     with pytest.raises(ShardError, match="within 1 s"):
         verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=1)
+
+
+def test_ranks_end_well_after_their_answer(model_folder, layout, monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def popen(command, **options):
+        started.append(start(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    verify(model_folder, [trace_of(layout, other_routes(layout))], timeout_s=240)
+    assert [child.returncode for child in started] == [0, 0]
+
+
+def test_ranks_leave_when_their_parent_is_killed(model_folder, layout, tmp_path):
+    """One rank waits for another that never comes; its parent gets no chance to say goodbye."""
+    save_traces([trace_of(layout, other_routes(layout))], tmp_path / "traces.zip")
+    script = textwrap.dedent(
+        f"""
+        import subprocess, sys
+        from rtk import load_traces
+        from rtk.replay import verify
+
+        start = subprocess.Popen
+
+        def popen(command, **options):
+            if command[-1] == "1":
+                command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+            child = start(command, **options)
+            print(child.pid, flush=True)
+            return child
+
+        subprocess.Popen = popen
+        verify({str(model_folder)!r}, load_traces({str(tmp_path / "traces.zip")!r}), timeout_s=240)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        assert all(is_running(rank) for rank in ranks)
+    finally:
+        parent.kill()
+        parent.communicate(timeout=10)
+    deadline = time.monotonic() + 60
+    while any(is_running(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "a rank outlived its parent"
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    """A process that ended may stay in the table until somebody asks for its status."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_nonsense_is_refused_before_anything_starts(model_folder, layout, tmp_path):
@@ -407,3 +494,19 @@ def test_nonsense_is_refused_before_anything_starts(model_folder, layout, tmp_pa
     shifted = dataclasses.replace(trace, layout=dataclasses.replace(layout, moe_layers=(0, 2)))
     with pytest.raises(ShardError, match=r"trace 1 is of a model with .*moe_layers=\(0, 2\)"):
         verify(model_folder, [trace, shifted])
+    routes = trace.routed_experts.copy()
+    routes[3, 1, 0] = 8
+    with pytest.raises(ShardError, match=r"trace 1, row 3, layer 2: expert 8 of 8 does not exist"):
+        verify(model_folder, [trace, dataclasses.replace(trace, routed_experts=routes)])
+    tokens = trace.token_ids.copy()
+    tokens[5] = 257
+    with pytest.raises(
+        ShardError, match=r"trace 0, position 5: token 257 is out of the vocabulary of 257 tokens"
+    ):
+        verify(model_folder, [dataclasses.replace(trace, token_ids=tokens)])
+    with pytest.raises(ShardError, match="virtual"):
+        verify(model_folder, [trace], pipeline_size=1, virtual_size=2)
+    with pytest.raises(ShardError, match="8 experts do not divide"):
+        verify(model_folder, [trace], expert_size=3)
+    with pytest.raises(ShardError, match="1 traces are too few for 2 expert-parallel ranks"):
+        verify(model_folder, [trace], expert_size=2)

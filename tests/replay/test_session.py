@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 
 import numpy as np
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.megatron
 torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
 pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
 
+from . import ranks  # noqa: E402
 from .conftest import megatron_model  # noqa: E402
 
 NUMBERS = (2, 3, 4)
@@ -142,6 +144,35 @@ def test_each_recompute_gets_the_routes_of_its_own_microbatch(models, kind, orde
     assert (plain.forwards, plain.recomputes) == (9, 0)
     for name, expected in gradients(models["none"]).items():
         torch.testing.assert_close(got[name], expected, msg=name)
+
+
+def test_a_backward_pass_inside_the_block_of_another_microbatch(models):
+    model = models["full"]
+    with watching(model) as seen, session(model) as replay:
+        with replay.microbatch(BATCHES[0].routes):
+            first = forward(model, BATCHES[0])
+        with replay.microbatch(BATCHES[1].routes):
+            second = forward(model, BATCHES[1])
+            loss(first).backward()
+        loss(second).backward()
+    recomputed = [(layer, routing_map) for layer, in_backward, routing_map in seen if in_backward]
+    for number, (layer, routing_map) in zip([0] * 3 + [1] * 3, recomputed, strict=True):
+        assert sent_as(BATCHES[number], layer, routing_map)
+    model.zero_grad()
+
+
+def test_one_backward_pass_over_several_microbatches(models):
+    model = models["full"]
+    with watching(model) as seen, session(model) as replay:
+        losses = []
+        for batch in BATCHES:
+            with replay.microbatch(batch.routes):
+                losses.append(loss(forward(model, batch)))
+        sum(losses).backward()
+    recomputed = [(layer, routing_map) for layer, in_backward, routing_map in seen if in_backward]
+    for number, (layer, routing_map) in zip([2] * 3 + [1] * 3 + [0] * 3, recomputed, strict=True):
+        assert sent_as(BATCHES[number], layer, routing_map)
+    model.zero_grad()
 
 
 def test_a_checkpoint_that_is_not_reentrant_is_a_recompute_too(models):
@@ -294,6 +325,10 @@ def test_everything_is_clean_after_an_exception(models):
             handle.remove()
     assert is_clean(model)
     model.zero_grad()
+    with session(model):  # what other code did to the routers in the meantime goes as well
+        for router in routers_of(model):
+            router.router_replay.set_target_indices(torch.zeros(TOKENS, 2, dtype=torch.int32))
+    assert is_clean(model)
     with session(model) as replay:  # and the next one works
         run(replay, model, ORDERS["1F1B"])
     model.zero_grad()
@@ -323,6 +358,17 @@ def test_sessions_and_recordings_do_not_nest(models):
         pass
     with pytest.raises(ShardError, match="is closed"), replay.microbatch(BATCHES[0].routes):
         pass
+
+
+def test_upstream_takes_too_few_rows_and_sends_the_last_tokens_nowhere(models, cleared):
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    router = routers_of(models["none"])[0]
+    router.router_replay.set_target_indices(torch.from_numpy(BATCHES[0].routes.tensors[0][:-1]))
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with torch.no_grad():
+        _, routing_map = router(torch.randn(TOKENS, 1, 32))
+    assert routing_map.sum(1).tolist() == [2] * (TOKENS - 1) + [0]
 
 
 def test_a_router_without_routes_does_not_choose_by_itself(models):
@@ -380,7 +426,7 @@ def test_traces_are_expanded_for_the_live_shard(models, gloo):
 
 
 @pytest.mark.parametrize("settings", [{}, FULL], ids=["kept", "recomputed"])
-def test_mtp_routers_without_routes_choose_by_themselves(gloo, settings):
+def test_mtp_routers_replay_their_own_routes_or_choose(gloo, settings):
     from rtk.replay import megatron
 
     model = megatron_model(mtp_num_layers=2, **settings)
@@ -398,4 +444,43 @@ def test_mtp_routers_without_routes_choose_by_themselves(gloo, settings):
     assert len(backbone) == 3 * runs
     assert all(sent_as(batch, layer, routing_map) for layer, _, routing_map in backbone)
     assert [layer for layer, _, _ in mtp] == ([5, 6, 6, 5] if settings else [5, 6])
+    assert not any(sent_as(batch, 2, routing_map) for _, _, routing_map in mtp)
     assert is_clean(model)
+    # With routes of their own, by depth, they replay them.
+    own = microbatch(7).routes.tensors[:2]
+    both = dataclasses.replace(batch.routes, mtp_tensors=own, mtp_numbers=(1, 2))
+    with watching(model) as seen, session(model) as replay:
+        with replay.microbatch(both):
+            output = forward(model, batch, **options)
+        output.mean().backward()
+    for layer, _, routing_map in seen:
+        ids = both.tensors[layer - 2] if layer < 5 else own[layer - 5]
+        wanted = torch.zeros_like(routing_map).scatter(1, torch.from_numpy(ids).long(), True)
+        assert torch.equal(routing_map, wanted)
+    assert len(seen) == 5 * runs
+    with session(model) as replay, pytest.raises(ShardError, match=r"depths \[1\], .* at depths \[1, 2\]"):
+        with replay.microbatch(dataclasses.replace(both, mtp_tensors=own[:1], mtp_numbers=(1,))):
+            pass
+
+
+# Megatron's layer numbers of each rank's routers: 8 layers, the first dense.
+SCHEDULES = {"1F1B": (1, [(2, 3, 4), (5, 6, 7, 8)]), "interleaved 1F1B": (2, [(2, 5, 6), (3, 4, 7, 8)])}
+
+
+@pytest.mark.parametrize("mode", ["train", "forward-only"])
+@pytest.mark.parametrize(("virtual_size", "numbers"), SCHEDULES.values(), ids=SCHEDULES)
+def test_megatrons_own_schedules_on_two_ranks(tmp_path, virtual_size, numbers, mode):
+    answers = ranks.run("tests.replay.schedule_worker", 2, tmp_path, str(virtual_size), mode)
+    for own, answer in zip(numbers, answers, strict=True):
+        assert answer["clean"]
+        kinds = "F" if mode == "forward-only" else "FB"
+        assert answer["counts"] == [4 * len(own), 4 * len(own) * (len(kinds) - 1)]
+        for layer in own:
+            for kind in kinds:
+                followed = [n for k, number, n in answer["events"] if (k, number) == (kind, layer)]
+                assert followed == [0, 1, 2, 3], (kind, layer)
+        # The microbatches were really in flight at once: on the first rank the second's forward pass comes
+        # before the first's backward pass.
+    order = [(kind, n) for kind, number, n in answers[0]["events"] if number == 2]
+    if mode == "train":
+        assert order.index(("F", 1)) < order.index(("B", 0))
