@@ -22,11 +22,13 @@ _MAX_PADDING_LOAD = 1.5
 _FEW_PADDING_ROWS = 16
 
 
-def layer_numbers(shard: Shard, live: tuple[int, ...]) -> Finding:
+def layer_numbers(shard: Shard, live: tuple[int, ...], mtp: tuple[int, ...]) -> Finding:
+    """`mtp` are the numbers of the MTP routers that have routes of their own."""
     name = "layer numbers"
     wanted = shard.router_layer_numbers
-    if live == wanted:
-        return Finding(name, True, f"routers of layers {_listed(live)}")
+    if live == wanted + mtp:
+        also = f", and of MTP layers, counted on as {_listed(mtp)}" if mtp else ""
+        return Finding(name, True, f"routers of layers {_listed(wanted)}{also}")
     extra = live[len(wanted) :]
     if live[: len(wanted)] == wanted and extra == tuple(range(1, len(extra) + 1)):
         return Finding(

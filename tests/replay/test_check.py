@@ -238,6 +238,62 @@ def test_routers_of_mtp_layers(clean):
     assert "numbered from 1 by themselves" in report.diagnosis
 
 
+class TestMtpRoutes:
+    """A model of 8 layers with two MTP layers, which count as layers 9 and 10."""
+
+    SHARD = dataclasses.replace(STAGE_1, mtp_layers=2)
+
+    @pytest.fixture
+    def mtp(self):
+        rng = np.random.default_rng(6)
+        return np.array([[rng.choice(16, 2, replace=False) for _ in range(2)] for _ in range(30)])
+
+    def test_routes_of_their_own_line_up(self, clean, mtp):
+        report = check(clean, self.SHARD, mtp_routes=[mtp])
+        assert report.ok, report
+        assert report.agreement.layer_numbers == (5, 6, 7, 8, 9, 10)
+        assert "MTP layers, counted on as [9, 10]" in report.findings[0].evidence
+        tensors = [clean.routed_experts[:, layer] for layer in (4, 5, 6, 7)] + [mtp[:, 0], mtp[:, 1]]
+        assert check(clean, self.SHARD, mtp_routes=[mtp], tensors=tensors).ok
+        # The first stage holds no MTP layer.
+        assert check(clean, dataclasses.replace(self.SHARD, pipeline_rank=0), mtp_routes=[mtp]).ok
+
+    @pytest.mark.parametrize("taken", [1, 7])
+    def test_routes_of_a_backbone_layer(self, clean, mtp, taken):
+        wrong = [*expand(clean, STAGE_1).tensors, clean.routed_experts[:, taken], mtp[:, 1]]
+        report = check(clean, self.SHARD, mtp_routes=[mtp], tensors=wrong)
+        assert report.fault == "MTP layers"
+        assert report.first_bad == (9, 0)
+        assert f"layer 9 has the routes of layer {taken + 1}" in report.diagnosis
+
+    def test_a_backbone_layer_that_is_shifted_is_not_blamed_on_mtp(self, clean, mtp):
+        own = list(expand(clean, STAGE_1).tensors)
+        wrong = [*own[1:], own[0], mtp[:, 0], mtp[:, 1]]
+        assert check(clean, self.SHARD, mtp_routes=[mtp], tensors=wrong).fault == "shifted layers"
+
+    def test_what_they_chose_themselves(self, clean, mtp):
+        chosen = {number: clean.routed_experts[:, number - 1] for number in (5, 6, 7, 8)}
+        assert check(clean, self.SHARD, mtp_routes=[mtp], recorded=chosen | {9: mtp[:, 0], 10: mtp[:, 1]}).ok
+        report = check(clean, self.SHARD, mtp_routes=[mtp], recorded=chosen | {9: mtp[:, 1], 10: mtp[:, 0]})
+        assert report.fault == "MTP layers"
+
+    def test_the_backbone_alone_is_too_few(self, clean, mtp):
+        found = failures(check(clean, self.SHARD, mtp_routes=[mtp], tensors=expand(clean, STAGE_1).tensors))
+        assert "4 tensors for 6 routers" in found["router count"][1]
+        with pytest.raises(ShardError, match="mtp_routes are"):
+            check(clean, self.SHARD, mtp_routes=[mtp[:, :1]])
+
+
+def test_nothing_to_check_is_said(clean):
+    layout = ModelLayout(num_layers=1, moe_layers=(0,), num_experts=16, top_k=2)
+    single = RouteTrace(np.arange(1), ("x",), 1, np.zeros((0, 1, 2), np.uint8), layout)
+    with pytest.raises(TraceError, match="no row of routes"):
+        check(single, Shard(layout))
+    # Beside others it is no reason to stop.
+    other = RouteTrace(np.arange(3), ("x",) * 3, 1, np.array([[[0, 1]], [[2, 3]]], np.uint8), layout)
+    assert check([single, other], Shard(layout)).ok
+
+
 def test_a_live_router_of_a_layer_that_the_model_does_not_have(clean):
     found = failures(check(clean, STAGE_1, layer_numbers=[5, 6, 7, 9]))
     assert found.keys() == {"layer numbers"}
