@@ -237,23 +237,27 @@ def moving(traces: Sequence[RouteTrace]) -> Finding:
     name = "no stuck rows"
     for number, trace in enumerate(traces):
         # Zeros are what not_zero is about, but with top-1 they may be a row like any other.
-        run = plausible.stuck_rows(
-            trace.routed_experts[:, list(trace.layout.moe_layers)],
-            trace.token_ids.tolist(),
-            zeros_too=trace.layout.top_k == 1,
-        )
+        routes = trace.routed_experts[:, list(trace.layout.moe_layers)]
+        run = plausible.stuck_rows(routes, trace.token_ids.tolist(), zeros_too=trace.layout.top_k == 1)
         if run is not None:
             start, stop = run
             tokens = len(set(trace.token_ids[start : stop + 1].tolist()))
             which = f"sequence {number}, " if len(traces) > 1 else ""
+            if routes[start].any():
+                fault = "stale rows"
+                why = "the server captured stale or padded rows; update it, or prefill in one chunk"
+            else:
+                whole_prompt = start == 0 and stop + 1 >= trace.prompt_tokens
+                fault = "prompt not captured" if whole_prompt else "not captured"
+                why = "all of it expert 0, so the server did not capture them"
             return Finding(
                 name,
                 False,
                 f"{which}rows {start}..{stop} hold one and the same routes in all layers, over {tokens} "
-                "different tokens: the server captured stale or padded rows; update it, or prefill in one chunk",
+                f"different tokens: {why}",
                 trace.layout.moe_layers[0] + 1,
                 start,
-                "stale rows",
+                fault,
             )
     return Finding(name, True, "no row is repeated over different tokens")
 

@@ -76,13 +76,13 @@ def rollout(url: str, max_tokens: int = 120) -> list[RouteTrace]:
     """One text a prompt of the tiny model, sampled by a server."""
     with rtk.connect(url) as session:
         return [
-            session.sample(text, max_tokens=max_tokens, temperature=0.8, seed=seed).trace
+            session.sample(text, max_tokens=max_tokens, temperature=1.0, seed=seed).trace
             for seed, text in enumerate(text for texts in _shipped.prompts().values() for text in texts)
         ]
 
 
 def by_megatron(traces: Sequence[RouteTrace]) -> list[RouteTrace]:
-    """The same tokens with the experts that real megatron-core routers choose for them, in float32."""
+    """The same tokens with the experts that real megatron-core routers choose for them, and their logprobs, in float32."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -98,12 +98,15 @@ def by_megatron(traces: Sequence[RouteTrace]) -> list[RouteTrace]:
     stage = Stage(_shipped.find("tiny_moe"))
     chosen = []
     for trace in traces:
+        inputs = torch.from_numpy(trace.token_ids[: trace.rows].astype(np.int64))
         with megatron.recording(stage.chunks) as recorded:
-            stage.forward(torch.from_numpy(trace.token_ids[: trace.rows].astype(np.int64)))
+            log_p = stage.forward(inputs).log_softmax(-1).numpy()
+        made = np.arange(trace.prompt_tokens, len(trace.token_ids))
         routes = np.zeros_like(trace.routed_experts)
         for number, ids in recorded.items():
             routes[:, number - 1] = ids.numpy()
-        chosen.append(dataclasses.replace(trace, routed_experts=routes))
+        logprobs = log_p[made - 1, trace.token_ids[made]]
+        chosen.append(dataclasses.replace(trace, routed_experts=routes, logprobs=logprobs))
     if alone:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

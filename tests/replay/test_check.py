@@ -182,6 +182,18 @@ def test_group_limited_routing(clean):
         check(clean, STAGE_1, groups=(5, 1))
 
 
+@pytest.mark.parametrize(("rows", "fault"), [((0, 40), "prompt not captured"), ((52, 92), "not captured")])
+def test_with_top_1_zeros_that_stand_still_were_not_captured(rows, fault):
+    """Expert 0 takes 60 % of all tokens here, so zeros alone prove nothing, and 40 of them in a row do."""
+    layout = ModelLayout(num_layers=1, moe_layers=(0,), num_experts=4, top_k=1)
+    routes = np.resize(np.array([0, 1, 0, 2, 0], np.uint8), (120, 1, 1))
+    trace = RouteTrace(np.arange(121), ("x",) * 121, 40, routes, layout)
+    assert check(trace, Shard(layout)).ok
+    report = check(damaged(trace, lambda r: r.__setitem__(slice(*rows), 0)), Shard(layout))
+    assert report.fault == fault
+    assert report.first_bad == (1, rows[0])
+
+
 def test_a_stuck_row_over_different_tokens(clean):
     broken = damaged(clean, lambda r: r.__setitem__(slice(12, 28), r[11]))
     report = check(broken, STAGE_0)
