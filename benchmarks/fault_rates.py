@@ -135,6 +135,8 @@ def _two_engines(name: str, first: Sequence[RouteTrace], second: Sequence[RouteT
                 continue
             report = specimen.check()
             counts.update(_counted(report, fault.diagnosis))
+            if report.fault != fault.diagnosis:
+                print(f"{fault.name} in trace {i} was told as {report.fault}: {report.diagnosis}")
     print(f"| the whole catalogue on {name} | | {_row(counts)} |\n")
 
 

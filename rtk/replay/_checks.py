@@ -125,7 +125,8 @@ def _repeats_itself(array: npt.NDArray[Any]) -> int:
     return 0
 
 
-def expert_range(numbered: Numbered, num_experts: int, dtypes: Iterable[np.dtype[Any]]) -> Finding:
+def expert_range(numbered: Numbered, num_experts: int, traces: Sequence[RouteTrace]) -> Finding:
+    """Of the shard's tensors, and of the traces' other layers: where those hold physical ids, so do these."""
     name = "expert range"
     for number, array in numbered:
         bad = plausible.out_of_range(array, num_experts)
@@ -143,7 +144,18 @@ def expert_range(numbered: Numbered, num_experts: int, dtypes: Iterable[np.dtype
                 row,
                 "physical experts" if past else None,
             )
-    if num_experts > 256 and any(dtype.itemsize == 1 for dtype in dtypes):
+    for trace in traces:
+        if trace.rows and int(trace.routed_experts.max()) >= num_experts:
+            layers = np.flatnonzero((trace.routed_experts >= num_experts).any(axis=(0, 2))) + 1
+            return Finding(
+                name,
+                False,
+                f"the trace has ids past the {num_experts} experts in layers {_listed(layers)}, none of them this "
+                "shard's: they are physical ids of a load balancer (EPLB), and so are those of this shard, which "
+                "happen to be in range",
+                fault="physical experts",
+            )
+    if num_experts > 256 and any(trace.routed_experts.dtype.itemsize == 1 for trace in traces):
         return Finding(
             name,
             False,

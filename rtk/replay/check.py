@@ -157,7 +157,7 @@ def _alone(
     real, prompt = np.ones(rows, bool), np.zeros(rows, bool)
     known = min(rows, len(place.padding))
     real[:known], prompt[:known] = ~place.padding[:known], place.prompt_rows[:known]
-    yield _checks.expert_range(numbered, layout.num_experts, [t.routed_experts.dtype for t in traces])
+    yield _checks.expert_range(numbered, layout.num_experts, traces)
     yield _checks.not_zero(numbered, layout.num_experts, prompt, real)
     yield _checks.distinct(numbered, layout.num_experts, real)
     yield _checks.moving(traces)

@@ -194,6 +194,15 @@ def test_with_top_1_zeros_that_stand_still_were_not_captured(rows, fault):
     assert report.first_bad == (1, rows[0])
 
 
+def test_physical_ids_of_another_stages_layer_are_reason_to_doubt_ones_own(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((3, 6, 1), 17))
+    assert check(broken, STAGE_1).first_bad == (7, 3)
+    report = check(broken, STAGE_0)
+    assert report.fault == "physical experts"
+    assert report.first_bad is None
+    assert "in layers [7], none of them this shard's" in report.diagnosis
+
+
 def test_a_stuck_row_over_different_tokens(clean):
     broken = damaged(clean, lambda r: r.__setitem__(slice(12, 28), r[11]))
     report = check(broken, STAGE_0)
