@@ -255,13 +255,14 @@ def moving(traces: Sequence[RouteTrace]) -> Finding:
             start, stop = run
             tokens = len(set(trace.token_ids[start : stop + 1].tolist()))
             which = f"sequence {number}, " if len(traces) > 1 else ""
-            if routes[start].any():
+            if start == 0 and stop + 1 >= trace.prompt_tokens and not routes[0].any():
+                fault, why = (
+                    "prompt not captured",
+                    "zeros over all of the prompt, which the server did not capture",
+                )
+            else:
                 fault = "stale rows"
                 why = "the server captured stale or padded rows; update it, or prefill in one chunk"
-            else:
-                whole_prompt = start == 0 and stop + 1 >= trace.prompt_tokens
-                fault = "prompt not captured" if whole_prompt else "not captured"
-                why = "all of it expert 0, so the server did not capture them"
             return Finding(
                 name,
                 False,
