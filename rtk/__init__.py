@@ -20,8 +20,9 @@ from rtk.trace import RouteTrace, load_traces, save_traces
 if TYPE_CHECKING:
     from rtk import widgets
     from rtk.client import RemoteInferenceClient
-    from rtk.generator import RemoteInferenceGenerator, RetryPolicy
+    from rtk.generator import RemoteInferenceGenerator
     from rtk.session import Sample, Session, connect
+    from rtk.transport import RetryPolicy, Timeouts
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "RouteTrace",
     "Sample",
     "Session",
+    "Timeouts",
     "allow_nested_loops",
     "compare",
     "connect",
@@ -53,9 +55,10 @@ __all__ = [
 _LATE = {
     "RemoteInferenceClient": "rtk.client",
     "RemoteInferenceGenerator": "rtk.generator",
-    "RetryPolicy": "rtk.generator",
+    "RetryPolicy": "rtk.transport",
     "Sample": "rtk.session",
     "Session": "rtk.session",
+    "Timeouts": "rtk.transport",
     "connect": "rtk.session",
 }
 

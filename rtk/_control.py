@@ -9,7 +9,7 @@ import aiohttp
 
 from rtk._fan_out import call, field, settle
 from rtk.errors import FanOutError, PayloadError
-from rtk.generator import RetryPolicy
+from rtk.transport import RetryPolicy
 
 T = TypeVar("T")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import aiohttp
 
-from rtk.errors import PayloadError, RequestRejected, ServerError, ServerFailed, ServerUnreachable
-from rtk.generator import RetryPolicy
+from rtk.errors import PayloadError, RequestRejected, ServerFailed, ServerTimeout
+from rtk.transport import NotAnAnswer, RetryPolicy, retry_after, sending
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -27,8 +26,6 @@ _NO_PATH = (
 _CACHE_IN_USE = (
     '. Requests still use the cache: pause with "wait" or "abort" first, or say reset_running_requests=True'
 )
-
-_log = logging.getLogger(__name__)
 
 
 class LoopCap:
@@ -95,23 +92,21 @@ async def call(
     Raises:
         RequestRejected: a 4xx status.
         ServerFailed: a 5xx status, a proxy's text instead of an answer, or an answer that says `success: false`.
-        ServerUnreachable: no connection after all tries, or no answer in time.
+        ServerUnreachable: no connection after all tries.
+        ServerTimeout: no answer in time.
     """
-    for tries_left in reversed(range(retry.tries)):
+
+    async def once() -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with http.request(method, url, json=body, params=params, timeout=timeout) as response:
-                return _checked(await response.read(), response.status, response.content_type, url)
+                return _checked(await response.read(), response, url)
         except TimeoutError as error:
-            raise ServerUnreachable(
+            raise ServerTimeout(
                 f"{url} did not answer within {timeout_s:g} s, and may still be at work on it", url=url
             ) from error
-        except (aiohttp.ClientError, _NoAnswer) as error:
-            if tries_left == 0 or isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
-                raise _final(error, url) from error
-            _log.info("%s: %s; sending it again in %s s", url, error, retry.wait_s)
-            await asyncio.sleep(retry.wait_s)
-    raise ValueError(f"a retry policy allows at least one try, not {retry.tries}")
+
+    return await sending(once, url, retry)
 
 
 def field(answer: Any, key: str, kind: type[T], url: str) -> T:
@@ -128,15 +123,8 @@ def field(answer: Any, key: str, kind: type[T], url: str) -> T:
     return value
 
 
-class _NoAnswer(Exception):
-    """What came back was written by a proxy or a web server; carries the status for the final error."""
-
-    def __init__(self, status: int, text: str) -> None:
-        self.status = status
-        super().__init__(f"HTTP {status} with a text that is no inference server's: {text[:200]!r}")
-
-
-def _checked(raw: bytes, status: int, content_type: str, url: str) -> Any:
+def _checked(raw: bytes, response: aiohttp.ClientResponse, url: str) -> Any:
+    status, content_type = response.status, response.content_type
     text = raw.decode("utf-8", "replace")
     try:
         answer = json.loads(raw) if raw.strip() else None
@@ -144,7 +132,7 @@ def _checked(raw: bytes, status: int, content_type: str, url: str) -> Any:
         answer = text
     proxys = content_type == "text/html" or (status in _PROXY_STATUSES and isinstance(answer, str))
     if proxys and not 400 <= status < 500:
-        raise _NoAnswer(status, text)
+        raise NotAnAnswer(status, raw)
     reason = _reason(answer)
     if 400 <= status < 500:
         unknown_path = status == 404 and answer in (None, "", {"detail": "Not Found"})
@@ -152,9 +140,15 @@ def _checked(raw: bytes, status: int, content_type: str, url: str) -> Any:
             f"{url} refused the request (HTTP {status}): {reason}{_NO_PATH if unknown_path else ''}",
             url=url,
             status=status,
+            retry_after_s=retry_after(response),
         )
     if status >= 500:
-        raise ServerFailed(f"{url} failed (HTTP {status}): {reason}", url=url, status=status)
+        raise ServerFailed(
+            f"{url} failed (HTTP {status}): {reason}",
+            url=url,
+            status=status,
+            retry_after_s=retry_after(response),
+        )
     if isinstance(answer, dict) and answer.get("success") is False:
         hint = _CACHE_IN_USE if url.endswith("/reset_prefix_cache") else ""
         raise ServerFailed(f"{url} answers that it did not succeed: {reason}{hint}", url=url, status=status)
@@ -169,15 +163,3 @@ def _reason(answer: object) -> str:
             error = error.get("message")
         return error if isinstance(error, str) else json.dumps(answer)[:500]
     return str(answer)[:500] if answer else "no explanation"
-
-
-def _final(error: Exception, url: str) -> ServerError:
-    if isinstance(error, _NoAnswer):
-        return ServerFailed(
-            f"{url}: {error}. Is this the address of an inference server?", url=url, status=error.status
-        )
-    return ServerUnreachable(
-        f"no inference server answers at {url}: {error or type(error).__name__}. Check that it runs, and the "
-        "address (http:// or https://, host and port)",
-        url=url,
-    )

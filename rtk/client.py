@@ -10,8 +10,9 @@ import aiohttp
 from rtk._control import ControlPlane
 from rtk._fan_out import LoopCap, field, settle
 from rtk.errors import BatchError
-from rtk.generator import RemoteInferenceGenerator, RetryPolicy
+from rtk.generator import RemoteInferenceGenerator
 from rtk.result import RemoteGenerateResult
+from rtk.transport import RetryPolicy
 
 T = TypeVar("T")
 
@@ -209,7 +210,7 @@ class RemoteInferenceClient(ControlPlane):
         return {**self.__dict__, "_generator": None}
 
     def _http(self) -> aiohttp.ClientSession:
-        return self.generator._http()
+        return self.generator._transport.session()
 
     def _new_generator(self) -> RemoteInferenceGenerator:
         return RemoteInferenceGenerator(self.proxy_url, self.model_name, **self._generator_options)

@@ -30,20 +30,26 @@ class ServerUnreachable(ServerError):
     """No server answered at the address, or it kept dropping the connection."""
 
 
+class ServerTimeout(ServerUnreachable):
+    """The server did not answer within a limit that the caller set; the message names it."""
+
+
 class UnknownModel(ServerError):
     """The server does not serve the model that was named, or serves several and none was named."""
 
 
 class RequestRejected(ServerError):
-    """The server answered with a 4xx status: the request is at fault, and is never retried.
+    """The server answered with a 4xx status: the request is at fault. Only 429, too many requests, is sent again.
 
     Attributes:
         status: the HTTP status.
+        retry_after_s: seconds that the server asks to wait (Retry-After); None where it does not say.
     """
 
-    def __init__(self, message: str, *, url: str, status: int) -> None:
+    def __init__(self, message: str, *, url: str, status: int, retry_after_s: float | None = None) -> None:
         super().__init__(message, url=url)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class ServerFailed(ServerError):
@@ -51,11 +57,13 @@ class ServerFailed(ServerError):
 
     Attributes:
         status: the HTTP status; 200 where the error came inside a stream.
+        retry_after_s: seconds that the server asks to wait (Retry-After); None where it does not say.
     """
 
-    def __init__(self, message: str, *, url: str, status: int) -> None:
+    def __init__(self, message: str, *, url: str, status: int, retry_after_s: float | None = None) -> None:
         super().__init__(message, url=url)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class FanOutError(ServerError):

@@ -14,14 +14,16 @@ from rtk import loops
 from rtk._text import TokenTexts
 from rtk.doctor import DoctorReport, examine
 from rtk.errors import LayoutError, PayloadError, RequestRejected, ServerFailed, UnknownModel
-from rtk.generator import RemoteInferenceGenerator, RetryPolicy, Server
+from rtk.generator import RemoteInferenceGenerator, Server
 from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk, RemoteGenerateResult
 from rtk.trace import RouteTrace
+from rtk.transport import RetryPolicy, Timeouts, Verify
 from rtk.wire.forms import GENERATE, SKYRL_GENERATE
 
 # A notebook user who mistyped the port wants to know now, not after half a minute of retries.
 _ASK_ONCE = RetryPolicy(tries=1)
+_ASK_TIMEOUTS = Timeouts(connect_s=20.0, total_s=20.0)
 _SAMPLE_RETRY = RetryPolicy(tries=5)
 
 
@@ -272,8 +274,13 @@ def connect(
     *,
     model: str | None = None,
     layout: ModelLayout | None = None,
-    api_key: str | None = None,
     server: Server | None = None,
+    api_key: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    retry: RetryPolicy = _SAMPLE_RETRY,
+    timeouts: Timeouts = Timeouts(),
+    verify: Verify = True,
+    http_proxy: str | None = None,
 ) -> Session:
     """Connect to a running server, asking it at once for its version and models.
 
@@ -282,33 +289,38 @@ def connect(
         model: the model's name there; may be left out where the server has only one.
         layout: the model's layers and routers. Left out, it is read from the model's config where the
             server names a folder that this machine can read.
-        api_key: sent as a bearer token.
         server: see `RemoteInferenceGenerator`. Left out, it is found out by the routes that the server has:
             SkyRL's endpoint, vLLM's generate, SGLang's model info, and else the OpenAI completions.
+        api_key, headers, retry, timeouts, verify, http_proxy: as for `RemoteInferenceGenerator`; retry and
+            timeouts count for sampling. Connecting asks once, and waits 20 s for each answer.
 
     Raises:
-        ServerUnreachable: nothing answers there.
+        ServerUnreachable: nothing answers there; ServerTimeout where something listens and does not answer.
         RequestRejected, ServerFailed, PayloadError: what answers is no inference server, or refuses.
         UnknownModel: the server does not have that model, or has several and none was named.
         LayoutError: the model's config is unreadable, or is of a model without experts.
     """
-    return loops.background.run(_connect(url, model, layout, api_key, server))
+    generator = RemoteInferenceGenerator(
+        url,
+        model,
+        api_key=api_key,
+        headers=headers,
+        retry=retry,
+        timeouts=timeouts,
+        verify=verify,
+        http_proxy=http_proxy,
+    )
+    return loops.background.run(_connect(generator, layout, server))
 
 
 async def _connect(
-    url: str,
-    model: str | None,
-    layout: ModelLayout | None,
-    api_key: str | None,
-    server: Server | None,
+    generator: RemoteInferenceGenerator, layout: ModelLayout | None, server: Server | None
 ) -> Session:
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    generator = RemoteInferenceGenerator(url, model, headers=headers, retry=_SAMPLE_RETRY)
     try:
-        models = await generator.request("GET", "/v1/models", retry=_ASK_ONCE)
-        card = _choose_model(models, model, generator.proxy_url)
-        version = await _version(generator)
-        generator.server = server or await _kind(generator)
+        models = await _ask(generator, "/v1/models")
+        card = _choose_model(models, generator.model_name, generator.proxy_url)
+        version, kind = await asyncio.gather(_version(generator), _kind(generator, server))
+        generator.server = kind
     except BaseException:
         await generator.aclose()
         raise
@@ -324,29 +336,33 @@ async def _connect(
     )
 
 
+async def _ask(generator: RemoteInferenceGenerator, path: str) -> dict[str, Any]:
+    return await generator.request("GET", path, retry=_ASK_ONCE, timeouts=_ASK_TIMEOUTS)
+
+
 async def _version(generator: RemoteInferenceGenerator) -> str:
     try:
-        answer = await generator.request("GET", "/version", retry=_ASK_ONCE)
+        answer = await _ask(generator, "/version")
     except RequestRejected:
         return "unknown"  # proxies often serve the model routes alone
     return str(answer.get("version", "unknown"))
 
 
-async def _kind(generator: RemoteInferenceGenerator) -> Server:
+async def _kind(generator: RemoteInferenceGenerator, known: Server | None) -> Server:
     """Which form of generate request the server takes.
 
     A path that takes POST alone answers a GET with 405; one that does not exist, with 404.
     """
-    if await _exists(generator, SKYRL_GENERATE):
-        return "skyrl"
-    if await _exists(generator, GENERATE):
-        return "vllm"
-    return "sglang" if await _exists(generator, "/get_model_info") else "completions"
+    if known is not None:
+        return known
+    paths: dict[Server, str] = {"skyrl": SKYRL_GENERATE, "vllm": GENERATE, "sglang": "/get_model_info"}
+    there = await asyncio.gather(*(_exists(generator, path) for path in paths.values()))
+    return next((server for server, exists in zip(paths, there, strict=True) if exists), "completions")
 
 
 async def _exists(generator: RemoteInferenceGenerator, path: str) -> bool:
     try:
-        await generator.request("GET", path, retry=_ASK_ONCE)
+        await _ask(generator, path)
     except RequestRejected as error:
         return error.status == 405
     except (ServerFailed, PayloadError):

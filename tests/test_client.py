@@ -190,11 +190,11 @@ def test_the_generator_is_made_with_the_client_and_holds_its_session():
         ):
             generator = client._generator
             assert isinstance(generator, RemoteInferenceGenerator)
-            assert (generator.proxy_url, generator.headers) == (servers[0].url, {"a": "b"})
+            assert (generator.proxy_url, generator._transport.headers) == (servers[0].url, {"a": "b"})
             await client.is_paused()
             await client._post("/v1/completions", {})
             assert client.generator is generator
-            session = generator._session
+            session = generator._transport._session
             await client.aclose()
             assert session.closed
 
@@ -275,7 +275,7 @@ def test_pickles_without_generator_and_session():
             await copy.aclose()  # with nothing to close
             output = await copy.generate({"prompt_token_ids": [[1]]})
             assert copy.generator is not client.generator
-            assert (copy.generator.headers, copy.generator.retry) == ({"a": "b"}, QUICK)
+            assert (copy.generator._transport.headers, copy.generator.retry) == ({"a": "b"}, QUICK)
             await client.aclose()
             await copy.aclose()
             return output["response_ids"]
@@ -292,8 +292,8 @@ def test_closing_never_raises(caplog):
 
     async def run():
         async with RemoteInferenceClient("http://127.0.0.1:9") as client:
-            client.generator._session = Broken()
-            client.generator._session_pid = os.getpid()
+            client.generator._transport._session = Broken()
+            client.generator._transport._pid = os.getpid()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
@@ -312,11 +312,11 @@ def test_a_forked_child_has_connections_of_its_own():
 
             expected = {servers[0].url: False}
             assert await ask() == expected
-            session = client.generator._session
+            session = client.generator._transport._session
             child = fork(lambda: asyncio.run(ask()) == expected and not session.closed)
             assert await asyncio.to_thread(exit_status, child) == 0
             assert await ask() == expected
-            assert client.generator._session is session
+            assert client.generator._transport._session is session
 
     asyncio.run(run())
 

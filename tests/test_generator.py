@@ -234,7 +234,7 @@ def test_a_failure_that_the_server_explains_is_not_retried():
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://127.0.0.1:9", "Check that it runs, and the port"),
+        ("http://127.0.0.1:9", "Check that it runs, and the address"),
         ("127.0.0.1:8000", "starts with http://"),
         ("not a url", "starts with http://"),
         ("ftp://127.0.0.1", "starts with http://"),
@@ -268,9 +268,9 @@ def test_one_session_is_kept_and_made_again_after_closing(vllm_answers):
         async with serving(text(vllm_answers["plain"]["text"])) as stub:
             generator = RemoteInferenceGenerator(stub.url)
             await generator.generate(PROMPT, {})
-            first = generator._session
+            first = generator._transport._session
             await generator.generate(PROMPT, {})
-            assert generator._session is first
+            assert generator._transport._session is first
             await generator.aclose()
             assert first.closed
             await generator.aclose()
@@ -328,14 +328,14 @@ def test_a_session_that_a_fork_copied_is_left_alone(vllm_answers, monkeypatch):
         async with serving(text(vllm_answers["plain"]["text"])) as stub:
             async with RemoteInferenceGenerator(stub.url) as generator:
                 await generator.generate(PROMPT, {})
-                parents = generator._session
+                parents = generator._transport._session
                 with monkeypatch.context() as child:
                     child.setattr("os.getpid", lambda: -1)
                     await generator.generate(PROMPT, {})
-                    assert generator._session is not parents
+                    assert generator._transport._session is not parents
                     assert not parents.closed
                     await generator.aclose()
-                    generator._session, generator._session_pid = parents, 1
+                    generator._transport._session, generator._transport._pid = parents, 1
                     await generator.aclose()
                     assert not parents.closed
                 await parents.close()
@@ -352,9 +352,9 @@ def test_closing_never_raises(caplog):
 
     async def run():
         generator = RemoteInferenceGenerator("http://127.0.0.1:9")
-        generator._session = Broken()
+        generator._transport._session = Broken()
         await generator.aclose()
-        assert generator._session is None
+        assert generator._transport._session is None
 
     asyncio.run(run())
     assert "socket is gone" in caplog.text
@@ -366,8 +366,8 @@ def test_pickles_without_its_session(vllm_answers):
             generator = RemoteInferenceGenerator(stub.url, "m", headers={"a": "b"}, retry=QUICK)
             await generator.generate(PROMPT, {})
             copy = pickle.loads(pickle.dumps(generator))
-            assert copy._session is None
-            assert (copy.proxy_url, copy.model_name, copy.headers, copy.retry) == (
+            assert copy._transport._session is None
+            assert (copy.proxy_url, copy.model_name, copy._transport.headers, copy.retry) == (
                 stub.url,
                 "m",
                 {"a": "b"},
@@ -428,9 +428,9 @@ def test_a_forked_child_makes_a_session_of_its_own():
                     return await generator.request("GET", "/v1/models")
 
             async def in_child():
-                parents = generator._session
+                parents = generator._transport._session
                 answer = await ask()
-                own = generator._session
+                own = generator._transport._session
                 await generator.aclose()
                 return answer == {"data": []} and own is not parents and own.closed and not parents.closed
 
@@ -440,11 +440,11 @@ def test_a_forked_child_makes_a_session_of_its_own():
                 return done
 
             assert await ask() == {"data": []}
-            session = generator._session
+            session = generator._transport._session
             child = fork(child_main)
             assert await asyncio.to_thread(exit_status, child) == 0
             assert await ask() == {"data": []}
-            assert generator._session is session
+            assert generator._transport._session is session
             # And a child that closes first leaves the parent's alone as well.
             child = fork(lambda: asyncio.run(generator.aclose()) is None and not session.closed)
             assert await asyncio.to_thread(exit_status, child) == 0

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtk.errors import PayloadError, RtkError
-from rtk.generator import RemoteInferenceGenerator, RetryPolicy
+from rtk.generator import RemoteInferenceGenerator
 from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk
+from rtk.transport import RetryPolicy
 from rtk.wire import forms
 from rtk.wire.routes import Routes
 

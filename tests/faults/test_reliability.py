@@ -89,21 +89,33 @@ def test_restarts_are_waited_for():
     assert sum(kinds.count("restart") for kinds in of_prompt.values()) > 3
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "status"),
-    [("429", RequestRejected, 429), ("500", ServerFailed, 500), ("503", ServerFailed, 503)],
-)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_explains_itself_is_final(fault, kind, status, stream):
-    outcomes, _, of_prompt = run({fault: 1, "none": 1}, 100, stream=stream)
+def test_an_error_that_explains_itself_is_final(stream):
+    outcomes, _, of_prompt = run({"500": 1, "none": 1}, 100, stream=stream)
     for prompt, kinds in of_prompt.items():
         assert len(kinds) == 1
-        if kinds == [fault]:
-            assert type(outcomes[prompt]) is kind
-            assert outcomes[prompt].status == status
+        if kinds == ["500"]:
+            assert type(outcomes[prompt]) is ServerFailed
+            assert outcomes[prompt].status == 500
             assert "the engine is busy" in str(outcomes[prompt])
         else:
             assert right(prompt, outcomes[prompt])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_many_requests_and_not_available_are_sent_again(stream):
+    outcomes, _, of_prompt = run({"429": 1, "503": 1, "none": 2}, 200, stream=stream)
+    assert [outcome for prompt, outcome in outcomes.items() if not right(prompt, outcome)] == []
+    assert {kind for kinds in of_prompt.values() for kind in kinds[:-1]} == {"429", "503"}
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("429", RequestRejected), ("503", ServerFailed)])
+def test_they_are_errors_with_the_servers_words_when_the_tries_are_used_up(fault, kind):
+    outcomes, _, of_prompt = run({fault: 1}, 20, retry=RetryPolicy(tries=3, wait_s=0.001))
+    for prompt, outcome in outcomes.items():
+        assert (type(outcome), outcome.status) == (kind, int(fault))
+        assert "the engine is busy (sent 3 times in 0." in str(outcome)
+        assert len(of_prompt[prompt]) == 3
 
 
 def test_an_error_page_that_is_cut_is_no_error_of_aiohttps():
