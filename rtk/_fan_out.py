@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from rtk.errors import PayloadError, RequestRejected, ServerFailed, ServerTimeout
-from rtk.transport import NotAnAnswer, RetryPolicy, retry_after, sending
+from rtk.transport import FAILURES, NotAnAnswer, RetryPolicy, Timeouts, Tries, retry_after
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -95,9 +95,9 @@ async def call(
         ServerUnreachable: no connection after all tries.
         ServerTimeout: no answer in time.
     """
-
-    async def once() -> Any:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    tries = Tries(url, retry, Timeouts(total_s=timeout_s))
+    while True:
         try:
             async with http.request(method, url, json=body, params=params, timeout=timeout) as response:
                 return _checked(await response.read(), response, url)
@@ -105,8 +105,8 @@ async def call(
             raise ServerTimeout(
                 f"{url} did not answer within {timeout_s:g} s, and may still be at work on it", url=url
             ) from error
-
-    return await sending(once, url, retry)
+        except FAILURES as error:
+            await tries.after(error)
 
 
 def field(answer: Any, key: str, kind: type[T], url: str) -> T:

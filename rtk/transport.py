@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import os
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
@@ -29,7 +28,6 @@ from rtk.errors import (
 from rtk.wire import body as wire_body
 from rtk.wire import forms
 
-T = TypeVar("T")
 Verify = bool | str | os.PathLike[str] | ssl.SSLContext
 
 _log = logging.getLogger(__name__)
@@ -175,7 +173,7 @@ class Transport:
             # A session of another loop cannot be closed from here: that loop may be gone.
             self._session = aiohttp.ClientSession(
                 headers=self.headers,
-                timeout=aiohttp.ClientTimeout(total=None, connect=self.timeouts.connect_s),
+                timeout=_aiohttps(self.timeouts),
                 connector=aiohttp.TCPConnector(
                     limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=_tls(self._verify)
                 ),
@@ -204,12 +202,13 @@ class Transport:
         data, headers = _json_body(body, headers)
         limits = timeouts or self.timeouts
 
-        async def once() -> dict[str, Any]:
-            async with await self._begin(method, url, data, headers, limits) as response:
-                with _in_total(limits, url):
+        tries = Tries(url, retry, limits)
+        while True:
+            try:
+                async with await self._begin(method, url, data, headers, limits) as response:
                     return _json_object(await _receive.body(response), response, url)
-
-        return await sending(once, url, retry)
+            except FAILURES as error:
+                await tries.after(error)
 
     async def events(
         self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], *, retry: RetryPolicy
@@ -221,20 +220,23 @@ class Transport:
         """
         data, headers = _json_body(body, headers)
 
-        async def once() -> aiohttp.ClientResponse:
-            response = await self._begin("POST", url, data, headers, self.timeouts)
-            if response.status >= 400:
+        tries = Tries(url, retry, self.timeouts)
+        while True:
+            try:
+                response = await self._begin("POST", url, data, headers, self.timeouts)
+                if response.status < 400:
+                    break
                 async with response:
-                    with _in_total(self.timeouts, url):
-                        _json_object(await _receive.body(response), response, url)
-            return response
-
-        async with await sending(once, url, retry) as response:
+                    _json_object(await _receive.body(response), response, url)
+            except FAILURES as error:
+                await tries.after(error)
+        async with response:
             lines = _receive.lines(response.content)
             while True:
                 try:
-                    with _in_total(self.timeouts, url):
-                        line = await anext(lines, None)
+                    line = await anext(lines, None)
+                except TimeoutError as error:
+                    raise ServerTimeout(_late(error, self.timeouts, url), url=url) from error
                 except aiohttp.ClientError as error:
                     raise ServerUnreachable(
                         f"{url}: the connection broke in mid-stream: {error}", url=url
@@ -266,54 +268,80 @@ class Transport:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_loop": None}
 
-    async def _begin(
+    def _begin(
         self,
         method: str,
         url: str,
         data: bytes | None,
         headers: Mapping[str, str],
         limits: Timeouts,
-    ) -> aiohttp.ClientResponse:
+    ) -> Awaitable[aiohttp.ClientResponse]:
         """Send a request and wait for the head of its answer."""
-        timeout = aiohttp.ClientTimeout(total=limits.total_s, connect=limits.connect_s)
-        with _in_total(limits, url):
-            try:
-                async with asyncio.timeout(limits.first_byte_s) as first_byte:
-                    return await self.session().request(
-                        method, url, data=data, headers=headers, timeout=timeout
-                    )
-            except TimeoutError as error:
-                if not first_byte.expired():
-                    raise
-                raise ServerTimeout(
-                    f"{url} did not begin to answer within first_byte_s={limits.first_byte_s:g} s. An answer that is "
-                    "not streamed begins when it is complete: allow more time, or stream",
-                    url=url,
-                ) from error
+        timeout = aiohttp.helpers.sentinel if limits is self.timeouts else _aiohttps(limits)
+        sent = self.session().request(method, url, data=data, headers=headers, timeout=timeout)
+        return sent if limits.first_byte_s is None else _within(limits.first_byte_s, sent)
 
 
-async def sending(once: Callable[[], Awaitable[T]], url: str, retry: RetryPolicy) -> T:
-    """Await `once`, again and again while the policy allows it.
+# What `Tries.after` takes.
+FAILURES = (aiohttp.ClientError, TimeoutError, NotAnAnswer, RequestRejected, ServerFailed)
+
+
+class Tries:
+    """The tries of one request: after a failure, either wait for the next or raise what is final.
 
     Args:
-        once: sends the request and reads its answer. Raises aiohttp's errors, NotAnAnswer, and rtk's.
         url: the address, for messages.
         retry: when it is sent again.
-
-    Raises:
-        ServerError: what is final, or the last failure when all tries are used up; its message says how many there were.
+        limits: the limits on time, for messages.
     """
-    begin = time.monotonic()
-    for tried in range(1, retry.tries + 1):
-        try:
-            return await once()
-        except (aiohttp.ClientError, NotAnAnswer, RequestRejected, ServerFailed) as error:
-            pause = retry.pause_after(error)
-            if pause is None or tried == retry.tries:
-                raise _final(error, url, tried, time.monotonic() - begin) from error
-            _log.info("%s: %s; sending it again in %g s", url, error, pause)
-            await asyncio.sleep(pause)
-    raise AssertionError("a policy allows at least one try")
+
+    def __init__(self, url: str, retry: RetryPolicy, limits: Timeouts) -> None:
+        self._url = url
+        self._retry = retry
+        self._limits = limits
+        self._begin = time.monotonic()
+        self._count = 0
+
+    async def after(self, error: Exception) -> None:
+        """Wait as long as the policy says.
+
+        Raises:
+            ServerError: the failure is final, or the tries are used up; its message says how many there were.
+        """
+        self._count += 1
+        pause = self._retry.pause_after(error)
+        if pause is None or self._count == self._retry.tries:
+            raise self._final(error) from error
+        _log.info("%s: %s; sending it again in %g s", self._url, error, pause)
+        await asyncio.sleep(pause)
+
+    def _final(self, error: Exception) -> ServerError:
+        url, often = self._url, ""
+        if self._count > 1:
+            often = f" (sent {self._count} times in {time.monotonic() - self._begin:.1f} s)"
+        if isinstance(error, RequestRejected | ServerFailed):
+            return type(error)(
+                f"{error}{often}", url=url, status=error.status, retry_after_s=error.retry_after_s
+            )
+        if isinstance(error, NotAnAnswer):
+            return ServerFailed(
+                f"{url}: {error}{often}. Is this the address of an inference server?",
+                url=url,
+                status=error.status,
+            )
+        if isinstance(error, TimeoutError):
+            return ServerTimeout(f"{_late(error, self._limits, url)}{often}", url=url)
+        return ServerUnreachable(f"{_unreachable(error, url)}{often}", url=url)
+
+
+async def _within(seconds: float, sent: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
+    try:
+        async with asyncio.timeout(seconds) as first_byte:
+            return await sent
+    except TimeoutError as error:
+        if first_byte.expired():
+            raise _NoFirstByte from error
+        raise
 
 
 def retry_after(response: aiohttp.ClientResponse) -> float | None:
@@ -331,19 +359,47 @@ def retry_after(response: aiohttp.ClientResponse) -> float | None:
         return None  # neither; the server wrote nonsense, and the policy's own pause will do
 
 
-@contextlib.contextmanager
-def _in_total(limits: Timeouts, url: str) -> Iterator[None]:
-    """Name aiohttp's limit on the whole request, which it raises wherever the request stands."""
-    try:
-        yield
-    except aiohttp.ConnectionTimeoutError:
-        raise
-    except TimeoutError as error:
-        raise ServerTimeout(
-            f"{url} did not answer within total_s={limits.total_s} s, and may still be at work on it. Allow more "
-            "time, or ask for fewer tokens",
-            url=url,
-        ) from error
+class _NoFirstByte(TimeoutError):
+    """The answer did not begin in time."""
+
+
+def _aiohttps(timeouts: Timeouts) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=timeouts.total_s, connect=timeouts.connect_s)
+
+
+def _late(error: TimeoutError, limits: Timeouts, url: str) -> str:
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"no connection to {url} within connect_s={limits.connect_s} s: check the address, the network and any proxy"
+    if isinstance(error, _NoFirstByte):
+        return (
+            f"{url} did not begin to answer within first_byte_s={limits.first_byte_s} s, and may still be at work on "
+            "it: an answer that is not streamed begins when it is complete, so allow more time, or stream"
+        )
+    return (
+        f"{url} did not answer within total_s={limits.total_s} s, and may still be at work on it: allow more time, or "
+        "ask for fewer tokens"
+    )
+
+
+def _unreachable(error: Exception, url: str) -> str:
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return f"{url!r} is no address of a server; it starts with http:// or https://"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"the certificate of {url} is not trusted: {error.certificate_error}. Give the file of its authority as "
+            "verify='ca.pem', or verify=False in a network that you trust"
+        )
+    if isinstance(error, aiohttp.ClientSSLError):
+        return (
+            f"no TLS with {url}: {error}. A server without TLS has an http:// address; one that wants a client "
+            "certificate gets it from an ssl.SSLContext as verify=..."
+        )
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        return f"the forward proxy refuses to connect to {url}: {error}. Check http_proxy, and HTTPS_PROXY"
+    return (
+        f"no inference server answers at {url}: {error or type(error).__name__}. Check that it runs, and the address "
+        "(http:// or https://, host and port)"
+    )
 
 
 def _tls(verify: Verify) -> bool | ssl.SSLContext:
@@ -432,41 +488,3 @@ def _event(data: bytearray, url: str) -> dict[str, Any]:
     if "error" in event:
         raise ServerFailed(f"{url} failed in mid-stream: {_server_text(event) or event}", url=url, status=200)
     return event
-
-
-def _final(error: Exception, url: str, tried: int, seconds: float) -> ServerError:
-    often = f" (sent {tried} times in {seconds:.1f} s)" if tried > 1 else ""
-    if isinstance(error, RequestRejected | ServerFailed):
-        return type(error)(f"{error}{often}", url=url, status=error.status, retry_after_s=error.retry_after_s)
-    if isinstance(error, NotAnAnswer):
-        return ServerFailed(
-            f"{url}: {error}{often}. Is this the address of an inference server?",
-            url=url,
-            status=error.status,
-        )
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return ServerTimeout(
-            f"no connection to {url} within connect_s{often}. Check the address, the network and any proxy",
-            url=url,
-        )
-    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
-        return ServerUnreachable(
-            f"{url!r} is no address of a server; it starts with http:// or https://", url=url
-        )
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return ServerUnreachable(
-            f"the certificate of {url} is not trusted: {error.certificate_error}. Give the file of its authority as "
-            "verify='ca.pem', or verify=False in a network that you trust",
-            url=url,
-        )
-    if isinstance(error, aiohttp.ClientSSLError):
-        return ServerUnreachable(
-            f"no TLS with {url}: {error}. A server without TLS has an http:// address; one that wants a client "
-            "certificate gets it from an ssl.SSLContext as verify=...",
-            url=url,
-        )
-    return ServerUnreachable(
-        f"no inference server answers at {url}: {error or type(error).__name__}{often}. Check that it runs, and the "
-        "address (http:// or https://, host and port)",
-        url=url,
-    )

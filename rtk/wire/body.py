@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from typing import Any
 
@@ -31,8 +32,12 @@ def parse(raw: bytes | bytearray) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON of a request's body; numpy's numbers may stand in it."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    """JSON of a request's body, in which numpy's and torch's whole numbers may stand.
+
+    Raises:
+        TypeError: something in it is no JSON value.
+    """
+    return orjson.dumps(value, default=operator.index, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _loads(raw: bytes | bytearray) -> Any:

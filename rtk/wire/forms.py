@@ -65,7 +65,7 @@ class VllmGenerate:
     def body(
         self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
     ) -> dict[str, Any]:
-        return {"sampling_params": dict(sampling_params), "token_ids": _as_ints(token_ids)}
+        return {"sampling_params": dict(sampling_params), "token_ids": list(token_ids)}
 
     def choice(self, payload: Json) -> Json:
         choices = payload.get("choices")
@@ -91,7 +91,10 @@ class VllmGenerate:
         content = logprobs.get("content")
         if not isinstance(content, list):
             return None
-        return [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in content]
+        try:
+            return [entry["logprob"] for entry in content]
+        except (KeyError, TypeError):  # some token has none
+            return [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
 
     def finish_reason(self, choice: Json) -> str | None:
         reason = choice.get("finish_reason")
@@ -121,7 +124,7 @@ class Completions(VllmGenerate):
     def body(
         self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
     ) -> dict[str, Any]:
-        return {**sampling_params, "prompt": _as_ints(token_ids), "return_token_ids": True}
+        return {**sampling_params, "prompt": list(token_ids), "return_token_ids": True}
 
     def _logprobs(self, logprobs: Json) -> list[object] | None:
         values = logprobs.get("token_logprobs")
@@ -153,7 +156,7 @@ class SglangGenerate:
         params = {_SGLANG_NAMES.get(name, name): value for name, value in sampling_params.items()}
         top = params.pop("logprobs", None)
         body = {
-            "input_ids": _as_ints(token_ids),
+            "input_ids": list(token_ids),
             "sampling_params": params,
             "return_logprob": True,
             "top_logprobs_num": top or 0,
@@ -192,13 +195,6 @@ class SglangGenerate:
         if encoded is None or self._layout is None:
             return None
         return routes.decode_int32_buffer(encoded, layers=self._layout.num_layers, top_k=self._layout.top_k)
-
-
-def _as_ints(token_ids: Sequence[int]) -> list[int]:
-    """As JSON takes them: numpy's and torch's whole numbers are not Python's."""
-    if type(token_ids) is list and set(map(type, token_ids)) <= {int}:
-        return token_ids
-    return [int(t) for t in token_ids]
 
 
 def _token_ids(value: object) -> list[int]:
