@@ -1,3 +1,6 @@
+import dataclasses
+from itertools import pairwise
+
 import pytest
 
 from rtk import ModelLayout, usage
@@ -23,8 +26,6 @@ def test_repetition_by_hand(trace):
 
 def test_chance_is_mixtrals(trace):
     """The reference in table 5's caption: 1/8 = 12.5 %, and 1 - 6/8 * 5/7, about 46 %."""
-    import dataclasses
-
     mixtral = dataclasses.replace(trace, layout=ModelLayout(4, (1, 3), num_experts=8, top_k=2))
     with pytest.warns(SmallSampleWarning):
         random = usage.repetition(mixtral)["random"]
@@ -50,7 +51,7 @@ def test_repetition_agrees_with_a_plain_loop(random_traces, span):
                 "generated": (trace.prompt_tokens, trace.rows),
             }[span]
             rows = trace.routed_experts[begin:end, layer].tolist()
-            for before, after in zip(rows, rows[1:], strict=False):
+            for before, after in pairwise(rows):
                 pairs += 1
                 first += before[0] == after[0]
                 anyhow += bool(set(before) & set(after))
