@@ -102,10 +102,13 @@ def router_saturation(
     """
     import pandas as pd
 
-    left = as_traces(early)
-    pairs, layout = _pairs(left, final)
+    left, right = as_traces(early), as_traces(final)
+    pairs, layout = _pairs(left, right)
     width = slots(layout, top_k)
-    numbers = _bootstrap.prompt_numbers(left)
+    # Where one checkpoint was given what the other had sampled, only the other knows which part was the prompt.
+    numbers = _bootstrap.prompt_numbers(
+        min(pair, key=lambda trace: trace.prompt_tokens) for pair in zip(left, right, strict=True)
+    )
     tokens = _bootstrap.by_prompt([len(x) for x, _ in pairs], numbers)
     prompts = _bootstrap.counted(tokens)
     if not prompts:

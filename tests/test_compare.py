@@ -87,6 +87,15 @@ def test_router_saturation_agrees_with_sets(top_k):
     assert table["enough_prompts"].all()
 
 
+def test_samples_of_one_prompt_stay_one_prompt_when_forwarded_whole(trace):
+    """Eleven samples of one prompt; the other checkpoint was given prompt and sample as its prompt."""
+    sampled = [dataclasses.replace(trace, token_ids=np.array([11, 12, 13, 20 + i, 15])) for i in range(11)]
+    forwarded = [dataclasses.replace(each, prompt_tokens=5, logprobs=None) for each in sampled]
+    for early, final in ((sampled, forwarded), (forwarded, sampled)):
+        with pytest.warns(SmallSampleWarning, match="1 distinct prompts"):
+            assert (compare.router_saturation(early, final)["prompts"] == 1).all()
+
+
 def test_router_saturation_of_other_tokens_or_slots_is_refused(trace):
     with pytest.raises(TraceError, match="different tokens"):
         compare.router_saturation(trace, dataclasses.replace(trace, token_ids=trace.token_ids + 1))
