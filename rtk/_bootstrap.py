@@ -73,7 +73,7 @@ def interval(part: Floats, whole: Floats, drawn: Floats) -> tuple[Floats, Floats
     Returns:
         low and high, float64 `[n]` each; NaN of fewer than `MIN_PROMPTS` prompts with a whole.
     """
-    if not enough(whole):
+    if not enough(counted(whole)):
         nothing = np.full(part.shape[1], np.nan)
         return nothing, nothing
     resampled = ratio(part, whole, drawn)
@@ -83,9 +83,9 @@ def interval(part: Floats, whole: Floats, drawn: Floats) -> tuple[Floats, Floats
     return low, high
 
 
-def enough(whole: Floats) -> bool:
+def enough(prompts: int) -> bool:
     """Whether there are prompts enough for an interval."""
-    return counted(whole) >= MIN_PROMPTS
+    return prompts >= MIN_PROMPTS
 
 
 def counted(whole: Floats) -> int:
@@ -95,7 +95,7 @@ def counted(whole: Floats) -> int:
 
 def warn_if_few(prompts: int, what: str) -> None:
     """Warn, on behalf of the public function that calls, where there are too few prompts for an interval."""
-    if prompts < MIN_PROMPTS:
+    if not enough(prompts):
         warnings.warn(
             f"{what}: {prompts} distinct prompts are too few to say how far this would move with other prompts; "
             f"at least {MIN_PROMPTS} are needed, so there is no interval (enough_prompts is False)",

@@ -125,7 +125,7 @@ def router_saturation(
             "low": low,
             "high": high,
             "prompts": prompts,
-            "enough_prompts": prompts >= _bootstrap.MIN_PROMPTS,
+            "enough_prompts": _bootstrap.enough(prompts),
         },
         index=pd.Index(layout.moe_layers, name="layer"),
     )

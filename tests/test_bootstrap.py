@@ -84,8 +84,9 @@ def test_too_few_prompts_have_no_interval_and_are_told_of():
 
 def test_prompts_without_anything_do_not_count():
     whole = np.array([1.0] * 9 + [0.0] * 20)
-    assert not _bootstrap.enough(whole)
-    assert _bootstrap.enough(np.append(whole, 1.0))
+    assert _bootstrap.counted(whole) == 9
+    low, _ = _bootstrap.interval(whole[:, None], whole, _bootstrap.draws(len(whole), 50, seed=0))
+    assert np.isnan(low[0])
 
 
 def test_a_resample_without_anything_says_nothing():

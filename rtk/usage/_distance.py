@@ -10,7 +10,7 @@ import numpy as np
 from rtk import _bootstrap
 from rtk.errors import TraceError
 from rtk.trace import RouteTrace
-from rtk.usage._select import Span, as_traces, chosen, rows_of
+from rtk.usage._select import Span, as_traces, layer_counts, rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,17 +93,12 @@ def _distance(
     drawn = _bootstrap.draws(len(tokens[0]), resamples, seed)
     records = []
     for layer in layout.moe_layers:
-        load = np.array(
-            [
-                np.bincount(chosen(trace, layer, here).ravel(), minlength=layout.num_experts)
-                for trace, here in zip(both, rows, strict=True)
-            ]
-        )
+        load = layer_counts(both, layer, rows)
         parts = [_bootstrap.by_prompt(load * side[:, None], numbers) for side in (in_a, ~in_a)]
         wholes = [part.sum(axis=1) for part in parts]
         apart = _bootstrap.ratio(parts[0], wholes[0]) - _bootstrap.ratio(parts[1], wholes[1])
         noise = noise_high = np.nan
-        if prompts >= _bootstrap.MIN_PROMPTS:
+        if _bootstrap.enough(prompts):
             moved = _bootstrap.ratio(parts[0], wholes[0], drawn) - _bootstrap.ratio(
                 parts[1], wholes[1], drawn
             )
@@ -114,4 +109,4 @@ def _distance(
     frame = pd.DataFrame(records, index=index, columns=["distance", "noise", "noise_high"])
     frame.insert(0, "first", int(tokens[0].sum()))
     frame.insert(1, "second", int(tokens[1].sum()))
-    return frame.assign(prompts=prompts, enough_prompts=prompts >= _bootstrap.MIN_PROMPTS)
+    return frame.assign(prompts=prompts, enough_prompts=_bootstrap.enough(prompts))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rtk.errors import SmallSampleWarning, TraceError
 from rtk.trace import RouteTrace
-from rtk.usage._select import Span, as_traces, chosen, rows_of
+from rtk.usage._select import Span, as_traces, layer_counts, rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,13 +40,10 @@ def counts(
         TraceError: there is no trace, the traces are of different models, or an id is no expert's.
     """
     several = as_traces(traces)
-    layout = several[0].layout
-    total = np.zeros((len(layout.moe_layers), layout.num_experts), dtype=np.int64)
-    for trace in several:
-        rows = rows_of(trace, span, tokens)
-        for position, layer in enumerate(layout.moe_layers):
-            total[position] += np.bincount(chosen(trace, layer, rows).ravel(), minlength=layout.num_experts)
-    return total
+    rows = [rows_of(trace, span, tokens) for trace in several]
+    return np.array(
+        [layer_counts(several, layer, rows).sum(axis=0) for layer in several[0].layout.moe_layers]
+    )
 
 
 def table(

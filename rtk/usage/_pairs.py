@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rtk.errors import TraceError
 from rtk.trace import RouteTrace
-from rtk.usage._select import Span, as_traces, chosen, layer_numbers, rows_of
+from rtk.usage._select import Span, as_traces, chosen, layer_counts, layer_numbers, rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,7 @@ def coactivation(
     several = as_traces(traces)
     layer_numbers(several[0].layout, [layer])
     together = _pair_counts(several, layer, layer, span)
-    alone = _single_counts(several, layer, span)
+    alone = layer_counts(several, layer, [rows_of(trace, span) for trace in several]).sum(axis=0)
     if not np.array_equal(together.diagonal(), alone):
         raise TraceError(f"layer {layer}: a token names an expert twice; rtk.replay.check says where")
     labels = range(len(alone))
@@ -116,14 +116,6 @@ def _pair_counts(traces: Sequence[RouteTrace], layer: int, other: int, span: Spa
             pairs = first[here, :, None] * layout.num_experts + second[here, None, :]
             total += np.bincount(pairs.ravel(), minlength=total.size)
     return total.reshape(layout.num_experts, layout.num_experts)
-
-
-def _single_counts(traces: Sequence[RouteTrace], layer: int, span: Span) -> Counts:
-    size = traces[0].layout.num_experts
-    total = np.zeros(size, dtype=np.int64)
-    for trace in traces:
-        total += np.bincount(chosen(trace, layer, rows_of(trace, span)).ravel(), minlength=size)
-    return total
 
 
 def _over(pairs: Counts, alone: Counts) -> npt.NDArray[np.float64]:

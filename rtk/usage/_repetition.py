@@ -66,7 +66,7 @@ def repetition(
     index = pd.MultiIndex.from_product([layout.moe_layers, ["first", "any"]], names=["layer", "choice"])
     frame = pd.DataFrame(records, index=index, columns=["pairs", "repetition", "low", "high", "random"])
     return frame.astype({"pairs": np.int64}).assign(
-        prompts=prompts, enough_prompts=prompts >= _bootstrap.MIN_PROMPTS
+        prompts=prompts, enough_prompts=_bootstrap.enough(prompts)
     )
 
 

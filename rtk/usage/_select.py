@@ -66,6 +66,28 @@ def chosen(trace: RouteTrace, layer: int, rows: Rows) -> Ids:
     return ids
 
 
+def layer_counts(
+    traces: Sequence[RouteTrace], layer: int, rows: Sequence[Rows], top_k: int | None = None
+) -> Ids:
+    """Assignments of each trace's rows to the experts of one layer, int64 `[traces, experts]`.
+
+    Args:
+        traces, rows: as many of each.
+        layer: 0-based.
+        top_k: counts the first so many slots alone.
+
+    Raises:
+        TraceError: as `chosen`.
+    """
+    experts = traces[0].layout.num_experts
+    return np.array(
+        [
+            np.bincount(chosen(trace, layer, here)[:, :top_k].ravel(), minlength=experts)
+            for trace, here in zip(traces, rows, strict=True)
+        ]
+    )
+
+
 def layer_numbers(layout: ModelLayout, layers: Sequence[Any] | None) -> tuple[int, ...]:
     """The layers that are asked for, or all MoE layers.
 

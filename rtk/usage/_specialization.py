@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rtk import _bootstrap
 from rtk.errors import SmallSampleWarning, TraceError
 from rtk.trace import RouteTrace
-from rtk.usage._select import Rows, Span, as_traces, chosen, layer_numbers, rows_of, slots
+from rtk.usage._select import Rows, Span, as_traces, chosen, layer_counts, layer_numbers, rows_of, slots
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,11 +72,7 @@ def domain_specialization(
         drawn = _bootstrap.draws(len(tokens), resamples, seed)
         parts = {}
         for layer in shown:
-            load = [
-                np.bincount(chosen(trace, layer, here)[:, :width].ravel(), minlength=layout.num_experts)
-                for trace, here in zip(traces, rows, strict=True)
-            ]
-            part = _bootstrap.by_prompt(load, numbers)
+            part = _bootstrap.by_prompt(layer_counts(traces, layer, rows, width), numbers)
             low, high = _bootstrap.interval(part, tokens, drawn)
             parts[layer] = pd.DataFrame(
                 {
@@ -86,9 +82,7 @@ def domain_specialization(
                     "high": high,
                 }
             )
-        frames[name] = pd.concat(parts).assign(
-            prompts=prompts, enough_prompts=prompts >= _bootstrap.MIN_PROMPTS
-        )
+        frames[name] = pd.concat(parts).assign(prompts=prompts, enough_prompts=_bootstrap.enough(prompts))
     return pd.concat(frames, names=["domain", "layer", "expert"])
 
 
