@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rtk import _bootstrap
-from rtk.errors import SmallSampleWarning
+from rtk.errors import SmallSampleWarning, TraceError
 
 
 def test_traces_of_one_prompt_go_together(trace):
@@ -27,6 +27,11 @@ def test_each_resample_draws_as_many_prompts_and_a_seed_repeats_it():
     assert (drawn.sum(axis=1) == 12).all()
     assert np.array_equal(drawn, _bootstrap.draws(12, 50, seed=3))
     assert not np.array_equal(drawn, _bootstrap.draws(12, 50, seed=4))
+
+
+def test_no_resamples_are_refused():
+    with pytest.raises(TraceError, match="resamples is 0"):
+        _bootstrap.draws(12, 0, seed=0)
 
 
 def test_the_interval_agrees_with_scipys():

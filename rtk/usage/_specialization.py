@@ -100,9 +100,9 @@ def vocabulary_specialization(
     OLMoE (Muennighoff et al., arXiv 2409.02060), eq. 8: N_{x,E} / N_x, with N_x how often token id x occurs and
     N_{x,E} how often it goes to expert E, for the expert with the largest share (the lowest id of several). Like the
     paper it looks at k = 1 unless told otherwise; for a larger k, N_x still counts occurrences, so that 100 % stays
-    what the paper says it is: each occurrence goes to E. The paper's number for a layer is the mean over token ids:
-    `frame.groupby("layer").specialization.mean()`; there ids of any count are in it, which raises it (an id that
-    occurs once has 100 %), while its lists of words begin at 10, as `min_count` does.
+    what the paper says it is: each occurrence goes to E. The paper's number for a layer is the mean over token ids,
+    `frame.groupby("layer").specialization.mean()`. The authors' script takes that over ids of any count, which raises
+    it (an id that occurs once has 100 %), and lists words that occur 10 times or more, as `min_count` does.
 
     Args:
         traces, span: as `counts`.
