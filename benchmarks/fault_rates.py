@@ -1,13 +1,14 @@
 """How often rtk.replay.check catches and names each fault, and how often it cries wolf.
 
-    python -m benchmarks.fault_rates [--shapes 300] [--seed 1] [--real]
+    python -m benchmarks.fault_rates [--shapes 300] [--seed 1] [--real] [--url URL]
 
 Prints the tables of docs/replay.md. Shapes are drawn at random: 2 to 16 layers, dense ones anywhere, 4 to 512
 experts, top-1 to top-10, one to three sequences of 24 to 600 tokens. The trainer's own choices differ from the
 rollout's in 1 to 5 % of routers, near ties decided the other way.
 
 With --real the tiny model is run by transformers in float32, in bfloat16 and with moved weights, and the same
-is counted on its own routes.
+is counted on its own routes. With --url, the address of a vLLM that serves the tiny model, it is counted on vLLM's
+routes against what real megatron-core modules choose in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--url", help="a vLLM that serves the tiny model")
     options = parser.parse_args()
     caught, clean = measure(options.shapes, options.seed)
     print("| fault | reports | tried | caught | named | misnamed |\n| --- | --- | --- | --- | --- | --- |")
@@ -108,17 +110,19 @@ def main() -> None:
     print(f"| all | {tried} | {alarms} |")
     if options.real:
         real()
+    if options.url:
+        from tests.replay import engines
+
+        rollout = engines.rollout(options.url)
+        _two_engines("vLLM against Megatron", rollout, engines.by_megatron(rollout))
 
 
-def real() -> None:
-    """The same on the tiny model: float32 against bfloat16, and spans of text under moved weights."""
-    from tests.replay import engines
-
-    first, second = engines.traces("float32"), engines.traces("bfloat16")
+def _two_engines(name: str, first: Sequence[RouteTrace], second: Sequence[RouteTrace]) -> None:
+    """False alarms between two engines that ran the same tokens, and the catalogue on what they chose."""
     shard = Shard(first[0].layout)
     pairs = [*zip(first, second, strict=True), *zip(second, first, strict=True)]
     alarms = sum(not check(a, shard, reference=b).ok for a, b in pairs)
-    print(f"\nfloat32 against bfloat16: {compare.mismatch(first, second)}")
+    print(f"\n{name}: {compare.mismatch(first, second)}")
     print(f"{alarms} false alarms in {len(pairs)} pairs of traces\n")
     counts: Counter[str] = Counter()
     rng = np.random.default_rng(0)
@@ -131,13 +135,24 @@ def real() -> None:
                 continue
             report = specimen.check()
             counts.update(_counted(report, fault.diagnosis))
-    print(f"| the whole catalogue on the tiny model | | {_row(counts)} |\n")
+            if report.fault != fault.diagnosis:
+                print(f"{fault.name} in trace {i} was told as {report.fault}: {report.diagnosis}")
+    print(f"| the whole catalogue on {name} | | {_row(counts)} |\n")
+
+
+def real() -> None:
+    """The same on the tiny model: float32 against bfloat16, and spans of text under moved weights."""
+    from tests.replay import engines
+
+    first, second = engines.traces("float32"), engines.traces("bfloat16")
+    _two_engines("float32 against bfloat16", first, second)
+    shard = Shard(first[0].layout)
     print(
         "| weights moved by | routers that still agree | spans | caught | named | misnamed |\n| --- | --- | --- | --- | --- | --- |"
     )
     for noise in (0.02, 0.05, 0.1, 0.2, 0.4):
         moved = engines.traces("float32", noise)
-        counts = Counter()
+        counts: Counter[str] = Counter()
         for a, b, c in zip(first, second, moved, strict=True):
             if a.rows < 64:
                 continue

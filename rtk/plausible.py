@@ -6,6 +6,7 @@ dtype. None changes or copies the routes of the caller's array.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def stuck_rows(
     Returns:
         first and last row of the run, or None.
     """
-    flat = routes.reshape(len(routes), -1)
+    flat = routes.reshape(len(routes), math.prod(routes.shape[1:]))
     still = (flat[1:] == flat[:-1]).all(axis=1) & (flat[1:].any(axis=1) | zeros_too)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], still.astype(np.int8), [0]])))
     if not len(edges):

@@ -22,11 +22,13 @@ _MAX_PADDING_LOAD = 1.5
 _FEW_PADDING_ROWS = 16
 
 
-def layer_numbers(shard: Shard, live: tuple[int, ...]) -> Finding:
+def layer_numbers(shard: Shard, live: tuple[int, ...], mtp: tuple[int, ...]) -> Finding:
+    """`mtp` are the numbers of the MTP routers that have routes of their own."""
     name = "layer numbers"
     wanted = shard.router_layer_numbers
-    if live == wanted:
-        return Finding(name, True, f"routers of layers {_listed(live)}")
+    if live == wanted + mtp:
+        also = f", and of MTP layers, counted on as {_listed(mtp)}" if mtp else ""
+        return Finding(name, True, f"routers of layers {_listed(wanted)}{also}")
     extra = live[len(wanted) :]
     if live[: len(wanted)] == wanted and extra == tuple(range(1, len(extra) + 1)):
         return Finding(
@@ -123,7 +125,8 @@ def _repeats_itself(array: npt.NDArray[Any]) -> int:
     return 0
 
 
-def expert_range(numbered: Numbered, num_experts: int, dtypes: Iterable[np.dtype[Any]]) -> Finding:
+def expert_range(numbered: Numbered, num_experts: int, traces: Sequence[RouteTrace]) -> Finding:
+    """Of the shard's tensors, and of the traces' other layers: where those hold physical ids, so do these."""
     name = "expert range"
     for number, array in numbered:
         bad = plausible.out_of_range(array, num_experts)
@@ -141,7 +144,18 @@ def expert_range(numbered: Numbered, num_experts: int, dtypes: Iterable[np.dtype
                 row,
                 "physical experts" if past else None,
             )
-    if num_experts > 256 and any(dtype.itemsize == 1 for dtype in dtypes):
+    for trace in traces:
+        if trace.rows and int(trace.routed_experts.max()) >= num_experts:
+            layers = np.flatnonzero((trace.routed_experts >= num_experts).any(axis=(0, 2))) + 1
+            return Finding(
+                name,
+                False,
+                f"the trace has ids past the {num_experts} experts in layers {_listed(layers)}, none of them this "
+                "shard's: they are physical ids of a load balancer (EPLB), and so are those of this shard, which "
+                "happen to be in range",
+                fault="physical experts",
+            )
+    if num_experts > 256 and any(trace.routed_experts.dtype.itemsize == 1 for trace in traces):
         return Finding(
             name,
             False,
@@ -235,23 +249,28 @@ def moving(traces: Sequence[RouteTrace]) -> Finding:
     name = "no stuck rows"
     for number, trace in enumerate(traces):
         # Zeros are what not_zero is about, but with top-1 they may be a row like any other.
-        run = plausible.stuck_rows(
-            trace.routed_experts[:, list(trace.layout.moe_layers)],
-            trace.token_ids.tolist(),
-            zeros_too=trace.layout.top_k == 1,
-        )
+        routes = trace.routed_experts[:, list(trace.layout.moe_layers)]
+        run = plausible.stuck_rows(routes, trace.token_ids.tolist(), zeros_too=trace.layout.top_k == 1)
         if run is not None:
             start, stop = run
             tokens = len(set(trace.token_ids[start : stop + 1].tolist()))
             which = f"sequence {number}, " if len(traces) > 1 else ""
+            if start == 0 and stop + 1 >= trace.prompt_tokens and not routes[0].any():
+                fault, why = (
+                    "prompt not captured",
+                    "zeros over all of the prompt, which the server did not capture",
+                )
+            else:
+                fault = "stale rows"
+                why = "the server captured stale or padded rows; update it, or prefill in one chunk"
             return Finding(
                 name,
                 False,
                 f"{which}rows {start}..{stop} hold one and the same routes in all layers, over {tokens} "
-                "different tokens: the server captured stale or padded rows; update it, or prefill in one chunk",
+                f"different tokens: {why}",
                 trace.layout.moe_layers[0] + 1,
                 start,
-                "stale rows",
+                fault,
             )
     return Finding(name, True, "no row is repeated over different tokens")
 

@@ -72,11 +72,15 @@ def _shifted_layers(trial: Trial) -> Iterator[Hypothesis]:
         way = f"the list of tensors is shifted by {by_place.most_common(1)[0][0]:+d} MoE layers"
     else:
         way = "the layers are in another order"
-    sentence = f"{listed}{more}: {way}"
-    change = "find each router's routes by its own global layer number, not by an offset that counts dense layers too"
+    if all(a in sides.mtp for a, _ in moved):
+        fault, way = "MTP layers", "MTP layers were taken for layers of the backbone"
+        change = "give MTP routers routes of their own, or none"
+    else:
+        fault = "shifted layers"
+        change = "find each router's routes by its own global layer number, not by an offset that counts dense layers too"
     shares = trial.shares(sides.matches(sides.token, numbers))
     tries = len(moved) * math.log(len(pool))
-    yield trial.judged("shifted layers", sentence, change, shares, log_tries=tries)
+    yield trial.judged(fault, f"{listed}{more}: {way}", change, shares, log_tries=tries)
 
 
 def _other_steps(trial: Trial) -> Iterator[Hypothesis]:

@@ -46,6 +46,7 @@ class Sides:
         prompt: bool `[tokens]`, True for tokens of the prompt.
         orders: other layouts of the same tokens that are worth a try.
         others: routes of other microbatches or steps, in the form of `layers`, under a name to call them by.
+        mtp: those of layer_numbers that are MTP layers, which count on from the backbone's last layer.
         exact: True where both sides are copies of the same routes, so that no router may differ; False where
             two engines chose for themselves.
     """
@@ -58,6 +59,7 @@ class Sides:
     prompt: npt.NDArray[np.bool_]
     orders: Sequence[Order] = ()
     others: Mapping[str, Mapping[int, Ids]] = field(default_factory=dict)
+    mtp: tuple[int, ...] = ()
     exact: bool = False
 
     @cached_property

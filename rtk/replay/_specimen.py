@@ -66,12 +66,21 @@ class Clean:
 
 
 def stage(layout: ModelLayout, rng: np.random.Generator) -> Shard:
-    """Any pipeline stage that has a router."""
-    sizes = [size for size in (1, 2, 4) if layout.num_layers % size == 0]
-    size = int(rng.choice(sizes))
-    stages = [Shard(layout, pipeline_size=size, pipeline_rank=rank) for rank in range(size)]
+    """Any pipeline stage that has a router, of one chunk or of several."""
+    sizes = pipelines(layout)
+    size, virtual = sizes[int(rng.integers(len(sizes)))]
+    stages = Shard(layout, pipeline_size=size, virtual_size=virtual).every_rank()
     usable = [stage for stage in stages if stage.router_layer_numbers]
     return usable[int(rng.integers(len(usable)))]
+
+
+def pipelines(layout: ModelLayout) -> list[tuple[int, int]]:
+    """Pipeline and virtual sizes that cut the model evenly."""
+    return [
+        (size, virtual)
+        for size, virtual in ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (4, 2))
+        if layout.num_layers % (size * virtual) == 0
+    ]
 
 
 def need(met: bool, what: str) -> None:

@@ -6,9 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from rtk.errors import ShardError
 from rtk.replay._laid import joined, meeting
-from rtk.replay._specimen import Clean, Specimen, need
+from rtk.replay._specimen import Clean, Specimen, need, pipelines
 from rtk.replay.batch import Batch
 from rtk.replay.expand import expand
 from rtk.replay.shard import Shard
@@ -36,26 +35,42 @@ def context_order(clean: Clean) -> Specimen:
 
 
 def layer_offset(clean: Clean) -> Specimen:
-    """The offset of a chunk into the list of MoE layers counts the dense layers before it too."""
+    """The offset of a chunk into the list of MoE layers counts the dense layers before the chunk too."""
     trace, layout = clean.first, clean.first.layout
-    for size in (2, 3, 4):
-        if layout.num_layers % size == 0:
-            for rank in range(1, size):
-                shard = Shard(layout, pipeline_size=size, pipeline_rank=rank)
-                before = sum(layer + 1 < shard.layer_numbers[0] for layer in layout.dense_layers)
-                if before and shard.router_layer_numbers:
-                    start = layout.moe_layers.index(shard.router_layer_numbers[0] - 1) + before
-                    taken = [
-                        layout.moe_layers[(start + i) % len(layout.moe_layers)]
-                        for i in range(len(shard.router_layer_numbers))
-                    ]
-                    wrong = [layer + 1 for layer in taken] != list(shard.router_layer_numbers)
-                    if wrong:
-                        tensors = [trace.routed_experts[:, layer] for layer in taken]
-                        return Specimen((trace,), shard, {"tensors": tensors})
-    raise ShardError(
-        "these traces cannot show this fault: it needs a dense layer before a later pipeline stage"
+    shards = [
+        shard
+        for size, virtual in pipelines(layout)
+        for shard in Shard(layout, pipeline_size=size, virtual_size=virtual).every_rank()
+        if _layers_by_offset(shard) != [number - 1 for number in shard.router_layer_numbers]
+    ]
+    need(bool(shards), "a dense layer before a later chunk")
+    shard = shards[int(clean.rng.integers(len(shards)))]
+    tensors = [trace.routed_experts[:, layer] for layer in _layers_by_offset(shard)]
+    return Specimen((trace,), shard, {"tensors": tensors})
+
+
+def _layers_by_offset(shard: Shard) -> list[int]:
+    """The layers (from 0) whose routes the faulty offset takes; past the last MoE layer it goes round."""
+    moe, taken = shard.layout.moe_layers, []
+    for chunk in shard.chunks:
+        routers = sum(number - 1 in moe for number in chunk)
+        taken += [moe[(chunk[0] - 1 + i) % len(moe)] for i in range(routers)]
+    return taken
+
+
+def mtp_replays_backbone(clean: Clean) -> Specimen:
+    """The MTP layer has routes of its own, and its router is given those of the backbone's first MoE layer."""
+    trace, layout = clean.first, clean.first.layout
+    need(
+        layout.num_layers - 1 in layout.moe_layers, "an MoE layer at the end, like which MTP layers are built"
     )
+    size = clean.shard.pipeline_size
+    shard = dataclasses.replace(clean.shard, pipeline_rank=size - 1, mtp_layers=1)
+    own = trace.routed_experts[:, layout.moe_layers[-1]]
+    other = (own.astype(np.int32) + 1) % layout.num_experts
+    first = trace.routed_experts[:, layout.moe_layers[0]]
+    tensors = [*expand(trace, shard).tensors, first]
+    return Specimen((trace,), shard, {"tensors": tensors, "mtp_routes": [other[:, None]]})
 
 
 def mtp_numbering(clean: Clean) -> Specimen:

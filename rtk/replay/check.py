@@ -18,7 +18,7 @@ from rtk.replay._orders import Tokens, other_orders, tokens_of
 from rtk.replay._regions import MIN_AGREEMENT
 from rtk.replay._sides import Ids, Sides
 from rtk.replay.batch import Batch, Placement
-from rtk.replay.expand import expand, padding_rule
+from rtk.replay.expand import checked_mtp, expand, padding_rule
 from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.shard import Shard
 from rtk.trace import RouteTrace
@@ -36,6 +36,7 @@ def check(
     layer_numbers: Sequence[int] | None = None,
     tokens: int | None = None,
     recorded: Mapping[int, npt.ArrayLike] | None = None,
+    mtp_routes: Sequence[npt.ArrayLike] | None = None,
     reference: Traces | None = None,
     others: Mapping[str, Traces] | None = None,
     groups: tuple[int, int] | None = None,
@@ -55,6 +56,9 @@ def check(
         tokens: how many tokens the shard will forward. Left out, the rows of the traces or of the batch.
         recorded: for each layer number the ids `[rows, top_k]` that the shard's own routers chose for these
             tokens (Megatron's RECORD), in the shard's token order.
+        mtp_routes: routes of the MTP layers, as `rtk.replay.expand` takes them. Their routers then come after
+            the backbone's in `tensors`, `layer_numbers` and `recorded`, and depth d counts as layer
+            `num_layers + d`, as in megatron-core 0.16 and in `rtk.replay.megatron.recording`.
         reference: another engine's traces of the same tokens, in the same order.
         others: traces of other microbatches or steps under a name, to recognise routes that were left over.
         groups: (number of groups, groups a row may use) where the router is group-limited: `n_group` and
@@ -66,9 +70,9 @@ def check(
         A report; faults in the routes are findings in it and raise nothing.
 
     Raises:
-        ShardError: the shard is of another model than the traces, or `recorded` or `groups` do not fit it, so
-            that there is nothing to compare.
-        TraceError: `reference` holds other tokens than the traces.
+        ShardError: the shard is of another model than the traces, or `recorded`, `mtp_routes` or `groups` do not
+            fit it, so that there is nothing to compare.
+        TraceError: the traces have no rows, or `reference` holds other tokens than they.
     """
     several = as_traces(traces)
     for trace in several:
@@ -76,18 +80,25 @@ def check(
             raise ShardError(
                 f"the shard is of a model with {shard.layout}, the trace of one with {trace.layout}"
             )
+    if not any(trace.rows for trace in several):
+        raise TraceError(
+            "the traces have no row of routes, so there is nothing to check: each is a single token, never forwarded"
+        )
     if batch is None and (shard.context_size > 1 or (shard.sequence_parallel and shard.tensor_size > 1)):
         batch = Batch.packed(several)
     place = tokens_of(several, shard, batch)
-    live = tuple(shard.router_layer_numbers if layer_numbers is None else map(int, layer_numbers))
+    mtp = _mtp_layers(several, shard, mtp_routes)
+    own = shard.router_layer_numbers + tuple(mtp)
+    live = tuple(own if layer_numbers is None else map(int, layer_numbers))
     rule = padding_rule(shard) if tensors is None else None
     if tensors is None:
-        tensors = expand(several, shard, batch=batch).tensors
+        expanded = expand(several, shard, batch=batch, mtp_routes=mtp_routes)
+        tensors = expanded.tensors + expanded.mtp_tensors
     arrays = [np.asarray(tensor) for tensor in tensors]
     rows = len(place.token) if tokens is None else tokens
-    findings = list(_alone(several, shard, place, live, arrays, rows, groups))
+    findings = list(_alone(several, shard, place, live, tuple(mtp), arrays, rows, groups))
     task = _Task(
-        several, shard, place, batch, live, {name: as_traces(t) for name, t in (others or {}).items()}
+        several, shard, place, batch, live, mtp, {name: as_traces(t) for name, t in (others or {}).items()}
     )
     agreement: Agreement | None = None
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -124,13 +135,14 @@ def _alone(
     shard: Shard,
     place: Tokens,
     live: tuple[int, ...],
+    mtp: tuple[int, ...],
     arrays: Sequence[npt.NDArray[Any]],
     rows: int,
     groups: tuple[int, int] | None,
 ) -> Iterator[Finding]:
     """The checks that look at one side only."""
     layout = shard.layout
-    yield _checks.layer_numbers(shard, live)
+    yield _checks.layer_numbers(shard, live, mtp)
     yield _checks.dense_rows(traces, layout)
     count = _checks.count(arrays, live)
     yield count
@@ -145,7 +157,7 @@ def _alone(
     real, prompt = np.ones(rows, bool), np.zeros(rows, bool)
     known = min(rows, len(place.padding))
     real[:known], prompt[:known] = ~place.padding[:known], place.prompt_rows[:known]
-    yield _checks.expert_range(numbered, layout.num_experts, [t.routed_experts.dtype for t in traces])
+    yield _checks.expert_range(numbered, layout.num_experts, traces)
     yield _checks.not_zero(numbered, layout.num_experts, prompt, real)
     yield _checks.distinct(numbered, layout.num_experts, real)
     yield _checks.moving(traces)
@@ -162,11 +174,12 @@ class _Task:
     place: Tokens
     batch: Placement | None
     live: tuple[int, ...]
+    mtp: Mapping[int, Ids]
     others: Mapping[str, Sequence[RouteTrace]]
 
     @cached_property
     def _own_layers(self) -> dict[int, Ids]:
-        return _layers(self.traces)
+        return _layers(self.traces) | dict(self.mtp)
 
     def comparisons(
         self,
@@ -180,11 +193,12 @@ class _Task:
             a.shape == (len(token), top_k) and a.dtype.kind in "iu" for a in arrays
         ):
             # A live number may be one that the model does not have; the check of layer numbers reports that.
-            known = [i for i, number in enumerate(self.live) if number - 1 in self.shard.layout.moe_layers]
+            known = [i for i, number in enumerate(self.live) if number in self._own_layers]
             sides = self._sides([self.live[i] for i in known], [arrays[i] for i in known], token, exact=True)
             yield "routes of that layer", "the trace", sides
         if recorded is not None:
-            numbers = [number for number in self.shard.router_layer_numbers if number in recorded]
+            routers = (*self.shard.router_layer_numbers, *self.mtp)
+            numbers = [number for number in routers if number in recorded]
             own = [self._record(number, recorded[number]) for number in numbers]
             if not numbers:
                 raise ShardError(
@@ -213,7 +227,7 @@ class _Task:
             tuple(numbers), tuple(observed), self._own_layers, token, self.place.sample, self.place.prompt,
             orders=() if plain else tuple(other_orders(self.traces, self.shard, self.batch, token)),
             others={name: _layers(traces) for name, traces in self.others.items()},
-            exact=exact,
+            mtp=tuple(self.mtp), exact=exact,
         )  # fmt: skip
 
     def _record(self, number: int, ids: npt.ArrayLike) -> Ids:
@@ -244,6 +258,19 @@ class _Task:
                 )
             parts.append(other.routed_experts[: own.rows].astype(np.int64))
         return np.concatenate(parts)
+
+
+def _mtp_layers(
+    traces: Sequence[RouteTrace], shard: Shard, mtp_routes: Sequence[npt.ArrayLike] | None
+) -> dict[int, Ids]:
+    """Routes of the shard's MTP routers by the number that stands for each, as `_layers` has the backbone's."""
+    if mtp_routes is None:
+        return {}
+    arrays = checked_mtp(traces, shard, mtp_routes)
+    return {
+        shard.layout.num_layers + depth: np.concatenate([ids[:, depth - 1] for ids in arrays])
+        for depth in shard.mtp_router_numbers
+    }
 
 
 def _layers(traces: Sequence[RouteTrace]) -> dict[int, Ids]:

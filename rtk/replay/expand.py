@@ -99,7 +99,7 @@ def expand(
     depths: tuple[int, ...] = ()
     mtp_tensors: tuple[npt.NDArray[np.int32], ...] = ()
     if mtp_routes is not None:
-        mtp = _checked_mtp(several, shard, mtp_routes)
+        mtp = checked_mtp(several, shard, mtp_routes)
         depths = shard.mtp_router_numbers
         mtp_tensors = tuple(
             widen((ids[:, depth - 1] for ids in mtp), f"MTP depth {depth}") for depth in depths
@@ -174,9 +174,10 @@ def _even(indices: npt.NDArray[np.integer]) -> _Index:
     return indices
 
 
-def _checked_mtp(
+def checked_mtp(
     traces: Sequence[RouteTrace], shard: Shard, mtp_routes: Sequence[npt.ArrayLike]
 ) -> list[npt.NDArray[np.integer]]:
+    """The routes of the MTP layers as arrays, one a trace. Raises ShardError where they are of another shape."""
     if not shard.mtp_layers:
         raise ShardError("mtp_routes were given for a shard with mtp_layers=0: say how many the model has")
     arrays = [np.asarray(ids) for ids in mtp_routes]

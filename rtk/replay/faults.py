@@ -187,6 +187,14 @@ def _rows() -> Iterator[Fault]:
         _trainer_faults.mtp_numbering,
     )
     yield Fault(
+        "MTP routes of the backbone",
+        "MTP layers",
+        ("NeMo RL #3903",),
+        "MTP layer 1, with routes of its own, is given the backbone's",
+        t,
+        _trainer_faults.mtp_replays_backbone,
+    )
+    yield Fault(
         "packed without padding",
         "packing padding",
         ("verl #7106",),

@@ -109,7 +109,7 @@ class Agreement:
             return edges, np.where(weight > 0, hits / weight, np.nan)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ReplayReport:
     """All findings for one shard. Prints as a table, in a terminal and in a notebook.
 
@@ -226,7 +226,8 @@ class ReplayReport:
         """`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        """The table: what a reader wants to see of a report at a prompt."""
         width = max((len(finding.check) for finding in self.findings), default=0)
         lines = [self.summary]
         for finding in self.findings:

@@ -1,12 +1,16 @@
-"""Routes of the tiny model on engines that truly differ: transformers in float32, in bfloat16, and with other weights."""
+"""Routes of the tiny model on engines that truly differ: transformers in float32, in bfloat16 and with other weights, a
+server's, and megatron-core's."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
+import rtk
 from rtk import ModelLayout, RouteTrace, _shipped
 
 
@@ -66,3 +70,44 @@ def traces(dtype: str, noise: float = 0.0) -> tuple[RouteTrace, ...]:
         logprobs = log_p[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][prompt - 1 :].numpy()
         made.append(RouteTrace(np.array(ids), ("x",) * len(ids), prompt, routes, layout, logprobs=logprobs))
     return tuple(made)
+
+
+def rollout(url: str, max_tokens: int = 120) -> list[RouteTrace]:
+    """One text a prompt of the tiny model, sampled by a server."""
+    with rtk.connect(url) as session:
+        return [
+            session.sample(text, max_tokens=max_tokens, temperature=1.0, seed=seed).trace
+            for seed, text in enumerate(text for texts in _shipped.prompts().values() for text in texts)
+        ]
+
+
+def by_megatron(traces: Sequence[RouteTrace]) -> list[RouteTrace]:
+    """The same tokens with the experts that real megatron-core routers choose for them, and their logprobs, in float32."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from rtk.replay import _megatron_cpu, megatron
+    from rtk.replay._megatron_stage import Stage
+
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        _megatron_cpu.apply()
+    stage = Stage(_shipped.find("tiny_moe"))
+    chosen = []
+    for trace in traces:
+        inputs = torch.from_numpy(trace.token_ids[: trace.rows].astype(np.int64))
+        with megatron.recording(stage.chunks) as recorded:
+            log_p = stage.forward(inputs).log_softmax(-1).numpy()
+        made = np.arange(trace.prompt_tokens, len(trace.token_ids))
+        routes = np.zeros_like(trace.routed_experts)
+        for number, ids in recorded.items():
+            routes[:, number - 1] = ids.numpy()
+        logprobs = log_p[made - 1, trace.token_ids[made]]
+        chosen.append(dataclasses.replace(trace, routed_experts=routes, logprobs=logprobs))
+    if alone:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return chosen

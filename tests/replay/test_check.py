@@ -182,6 +182,27 @@ def test_group_limited_routing(clean):
         check(clean, STAGE_1, groups=(5, 1))
 
 
+@pytest.mark.parametrize(("rows", "fault"), [((0, 40), "prompt not captured"), ((52, 92), "stale rows")])
+def test_with_top_1_zeros_may_be_real_unless_they_stand_still(rows, fault):
+    """Expert 0 takes 60 % of all tokens here, so zeros alone prove nothing, and 40 of them in a row do."""
+    layout = ModelLayout(num_layers=1, moe_layers=(0,), num_experts=4, top_k=1)
+    routes = np.resize(np.array([0, 1, 0, 2, 0], np.uint8), (120, 1, 1))
+    trace = RouteTrace(np.arange(121), ("x",) * 121, 40, routes, layout)
+    assert check(trace, Shard(layout)).ok
+    report = check(damaged(trace, lambda r: r.__setitem__(slice(*rows), 0)), Shard(layout))
+    assert report.fault == fault
+    assert report.first_bad == (1, rows[0])
+
+
+def test_physical_ids_of_another_stages_layer_are_reason_to_doubt_ones_own(clean):
+    broken = damaged(clean, lambda r: r.__setitem__((3, 6, 1), 17))
+    assert check(broken, STAGE_1).first_bad == (7, 3)
+    report = check(broken, STAGE_0)
+    assert report.fault == "physical experts"
+    assert report.first_bad is None
+    assert "in layers [7], none of them this shard's" in report.diagnosis
+
+
 def test_a_stuck_row_over_different_tokens(clean):
     broken = damaged(clean, lambda r: r.__setitem__(slice(12, 28), r[11]))
     report = check(broken, STAGE_0)
@@ -236,6 +257,62 @@ def test_routers_of_mtp_layers(clean):
     report = check(clean, STAGE_1, tensors=tensors, layer_numbers=[5, 6, 7, 8, 1])
     assert report.fault == "MTP layers"
     assert "numbered from 1 by themselves" in report.diagnosis
+
+
+class TestMtpRoutes:
+    """A model of 8 layers with two MTP layers, which count as layers 9 and 10."""
+
+    SHARD = dataclasses.replace(STAGE_1, mtp_layers=2)
+
+    @pytest.fixture
+    def mtp(self):
+        rng = np.random.default_rng(6)
+        return np.array([[rng.choice(16, 2, replace=False) for _ in range(2)] for _ in range(30)])
+
+    def test_routes_of_their_own_line_up(self, clean, mtp):
+        report = check(clean, self.SHARD, mtp_routes=[mtp])
+        assert report.ok, report
+        assert report.agreement.layer_numbers == (5, 6, 7, 8, 9, 10)
+        assert "MTP layers, counted on as [9, 10]" in report.findings[0].evidence
+        tensors = [clean.routed_experts[:, layer] for layer in (4, 5, 6, 7)] + [mtp[:, 0], mtp[:, 1]]
+        assert check(clean, self.SHARD, mtp_routes=[mtp], tensors=tensors).ok
+        # The first stage holds no MTP layer.
+        assert check(clean, dataclasses.replace(self.SHARD, pipeline_rank=0), mtp_routes=[mtp]).ok
+
+    @pytest.mark.parametrize("taken", [1, 7])
+    def test_routes_of_a_backbone_layer(self, clean, mtp, taken):
+        wrong = [*expand(clean, STAGE_1).tensors, clean.routed_experts[:, taken], mtp[:, 1]]
+        report = check(clean, self.SHARD, mtp_routes=[mtp], tensors=wrong)
+        assert report.fault == "MTP layers"
+        assert report.first_bad == (9, 0)
+        assert f"layer 9 has the routes of layer {taken + 1}" in report.diagnosis
+
+    def test_a_backbone_layer_that_is_shifted_is_not_blamed_on_mtp(self, clean, mtp):
+        own = list(expand(clean, STAGE_1).tensors)
+        wrong = [*own[1:], own[0], mtp[:, 0], mtp[:, 1]]
+        assert check(clean, self.SHARD, mtp_routes=[mtp], tensors=wrong).fault == "shifted layers"
+
+    def test_what_they_chose_themselves(self, clean, mtp):
+        chosen = {number: clean.routed_experts[:, number - 1] for number in (5, 6, 7, 8)}
+        assert check(clean, self.SHARD, mtp_routes=[mtp], recorded=chosen | {9: mtp[:, 0], 10: mtp[:, 1]}).ok
+        report = check(clean, self.SHARD, mtp_routes=[mtp], recorded=chosen | {9: mtp[:, 1], 10: mtp[:, 0]})
+        assert report.fault == "MTP layers"
+
+    def test_the_backbone_alone_is_too_few(self, clean, mtp):
+        found = failures(check(clean, self.SHARD, mtp_routes=[mtp], tensors=expand(clean, STAGE_1).tensors))
+        assert "4 tensors for 6 routers" in found["router count"][1]
+        with pytest.raises(ShardError, match="mtp_routes are"):
+            check(clean, self.SHARD, mtp_routes=[mtp[:, :1]])
+
+
+def test_nothing_to_check_is_said(clean):
+    layout = ModelLayout(num_layers=1, moe_layers=(0,), num_experts=16, top_k=2)
+    single = RouteTrace(np.arange(1), ("x",), 1, np.zeros((0, 1, 2), np.uint8), layout)
+    with pytest.raises(TraceError, match="no row of routes"):
+        check(single, Shard(layout))
+    # Beside others it is no reason to stop.
+    other = RouteTrace(np.arange(3), ("x",) * 3, 1, np.array([[[0, 1]], [[2, 3]]], np.uint8), layout)
+    assert check([single, other], Shard(layout)).ok
 
 
 def test_a_live_router_of_a_layer_that_the_model_does_not_have(clean):

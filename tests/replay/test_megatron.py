@@ -16,7 +16,9 @@ import pytest
 
 from rtk import ModelLayout, RouteTrace, _shipped, save_traces
 from rtk.errors import LayoutError, ShardError
-from rtk.replay import ExpandedRoutes, Shard, check, expand, verify
+from rtk.replay import ExpandedRoutes, Shard, check, expand, faults, verify
+
+from . import engines
 
 pytestmark = pytest.mark.megatron
 torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
@@ -318,6 +320,33 @@ def test_real_ranks_choose_and_replay_as_transformers_does(
             assert result.logprob_gap_replayed < 1e-4
         else:
             assert result.logprob_gap is None
+
+
+def test_the_check_on_a_rollout_and_a_trainer_that_differ(url, gloo):
+    """The embedded server, and vLLM in bfloat16, against Megatron in float32: no alarm where nothing is wrong, and
+    each fault of the catalogue by its name."""
+    rollout = engines.rollout(url)
+    trainer = engines.by_megatron(rollout)
+    for trace, own in zip(rollout, trainer, strict=True):
+        shard = Shard(trace.layout)
+        recorded = {number: own.routed_experts[:, number - 1] for number in shard.router_layer_numbers}
+        for report in (check(trace, shard, recorded=recorded), check(own, shard, reference=trace)):
+            assert report.ok, report
+    rng, named = np.random.default_rng(0), set()
+    for i in range(len(rollout)):
+        both = [i, (i + 5) % len(rollout)]
+        for fault in faults.catalogue():
+            try:
+                specimen = fault.inject(
+                    [rollout[j] for j in both], rng=rng, engine=[trainer[j] for j in both]
+                )
+            except ShardError:
+                continue
+            report = specimen.check()
+            assert report.fault == fault.diagnosis, report
+            named.add(fault.name)
+    # The tiny model has too few experts for the two faults of uint8.
+    assert len(named) == len(faults.catalogue()) - 2
 
 
 def test_the_tiny_models_rollout_lines_up_with_real_ranks(session, capsys):

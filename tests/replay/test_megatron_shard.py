@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import types
 
+import numpy as np
 import pytest
 
-from rtk import ModelLayout
+from rtk import ModelLayout, RouteTrace
 from rtk.errors import LayoutError, ShardError
-from rtk.replay import Shard, session
+from rtk.replay import Shard, check, session
 
 pytestmark = pytest.mark.megatron
 torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
@@ -242,6 +243,14 @@ def test_an_mtp_router_numbered_like_the_backbones_is_not_taken_for_one(gloo):
         torch.equal(torch.zeros_like(routing_map).scatter(1, ids, True), routing_map)
         for routing_map, ids in zip(own, recorded.values(), strict=True)
     )
+    # The check counts MTP layers as the record does.
+    ids = {number: chosen.numpy() for number, chosen in recorded.items()}
+    backbone = np.stack([ids[number] for number in (1, 2, 3, 4)], axis=1)
+    trace = RouteTrace(range(6), ("x",) * 6, 3, backbone, shard.layout)
+    routes = {"mtp_routes": [ids[5][:, None]]}
+    assert check(trace, shard, recorded=ids, **routes).ok
+    report = check(trace, shard, tensors=[*backbone.transpose(1, 0, 2), backbone[:, 0]], **routes)
+    assert report.fault == "MTP layers"
 
 
 def graphed(*scopes):
