@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from rtk import _bootstrap
 from rtk.errors import TraceError
 from rtk.layout import ModelLayout
 from rtk.plausible import same_experts
 from rtk.trace import RouteTrace
 from rtk.usage import as_traces
+from rtk.usage._select import slots
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,6 +62,70 @@ def agreement(a: RouteTrace | Iterable[RouteTrace], b: RouteTrace | Iterable[Rou
             "same_experts": same_experts(first, second).mean(axis=0),
             "overlap": _overlap(first, second).mean(axis=0),
             "same_order": (first == second).all(axis=-1).mean(axis=0),
+        },
+        index=pd.Index(layout.moe_layers, name="layer"),
+    )
+
+
+def router_saturation(
+    early: RouteTrace | Iterable[RouteTrace],
+    final: RouteTrace | Iterable[RouteTrace],
+    *,
+    top_k: int | None = None,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """How much of the final checkpoint's routing an earlier checkpoint has already, layer by layer.
+
+    OLMoE (Muennighoff et al., arXiv 2409.02060), eq. 5: the mean over tokens of |E(t) and E(T)| / k, the share of a
+    token's k experts that both checkpoints choose. Two routers that choose at random have k / E. The paper looks at
+    all k and at k = 1.
+
+    Args:
+        early: one trace, or several, of the earlier checkpoint.
+        final: traces of the same tokens in the same order, from the final checkpoint. To get them, let both
+            checkpoints forward the same texts; what one has sampled, the other has to be given as a prompt.
+        top_k: looks at the first so many slots alone, which hold the highest scores; all where left out.
+        resamples, seed: of the bootstrap over prompts.
+
+    Returns:
+        a DataFrame indexed by layer (0-based, MoE layers only), with the columns
+        `tokens` (rows that were compared),
+        `saturation` (0 to 1),
+        `low`, `high` (its 95 % interval over prompts),
+        `prompts` (distinct prompts) and
+        `enough_prompts` (whether they are at least 10; if not, low and high are NaN and `SmallSampleWarning` is
+        issued).
+
+    Raises:
+        TraceError: as `agreement`, top_k is out of range, or nothing has routes on both sides.
+    """
+    import pandas as pd
+
+    left, right = as_traces(early), as_traces(final)
+    pairs, layout = _pairs(left, right)
+    width = slots(layout, top_k)
+    # Where one checkpoint was given what the other had sampled, only the other knows which part was the prompt.
+    numbers = _bootstrap.prompt_numbers(
+        min(pair, key=lambda trace: trace.prompt_tokens) for pair in zip(left, right, strict=True)
+    )
+    tokens = _bootstrap.by_prompt([len(x) for x, _ in pairs], numbers)
+    prompts = _bootstrap.counted(tokens)
+    if not prompts:
+        raise TraceError("no token has routes on both sides, so there is nothing to compare")
+    _bootstrap.warn_if_few(prompts, "router_saturation")
+    shared = _bootstrap.by_prompt(
+        [_overlap(x[..., :width], y[..., :width]).sum(axis=0) for x, y in pairs], numbers
+    )
+    low, high = _bootstrap.interval(shared, tokens, _bootstrap.draws(len(tokens), resamples, seed))
+    return pd.DataFrame(
+        {
+            "tokens": int(tokens.sum()),
+            "saturation": _bootstrap.ratio(shared, tokens),
+            "low": low,
+            "high": high,
+            "prompts": prompts,
+            "enough_prompts": _bootstrap.enough(prompts),
         },
         index=pd.Index(layout.moe_layers, name="layer"),
     )
@@ -258,7 +324,9 @@ def _pairs(
 
 def _overlap(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
     """float `[tokens, layers]`: the share of the first's experts that the second chose too."""
-    return np.asarray((first[..., :, None] == second[..., None, :]).any(axis=-1).mean(axis=-1))
+    # Slot by slot, since all pairs of slots of a long trace at once are top-k times as large as its routes.
+    found = [(first[..., [slot]] == second).any(axis=-1) for slot in range(first.shape[-1])]
+    return np.asarray(np.mean(found, axis=0))
 
 
 def _common_rows(

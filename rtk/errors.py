@@ -143,6 +143,10 @@ class EmbeddedServerError(RtkError):
     """The embedded server could not be started, or died."""
 
 
+class SmallSampleWarning(UserWarning):
+    """A result was computed of fewer tokens or prompts than it takes to conclude anything; the message says which."""
+
+
 class LoopError(RtkError):
     """A blocking call was made where it would wait for itself, or its loop is gone."""
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rtk import ModelLayout, RouteTrace, compare
-from rtk.errors import TraceError
+from rtk.errors import SmallSampleWarning, TraceError
 
 
 def test_agreement_by_hand(trace):
@@ -42,6 +42,65 @@ def test_what_cannot_be_compared_is_refused(trace):
     other = dataclasses.replace(trace, layout=dataclasses.replace(trace.layout, num_experts=8))
     with pytest.raises(TraceError, match="different models"):
         compare.agreement(trace, other)
+
+
+def test_router_saturation_by_hand(trace):
+    routes = trace.routed_experts.copy()
+    routes[0, 1] = [1, 0]  # both shared, the first choice not
+    routes[1, 1] = [1, 2]  # one of two shared, and the first choice
+    routes[3, 3] = [0, 3]  # none shared
+    final = dataclasses.replace(trace, routed_experts=routes)
+    with pytest.warns(SmallSampleWarning, match="router_saturation: 1 distinct prompts"):
+        table = compare.router_saturation(trace, final)
+    assert table["saturation"].to_dict() == {1: 3.5 / 4, 3: 3 / 4}
+    assert table["tokens"].tolist() == [4, 4]
+    assert not table["enough_prompts"].any()
+    with pytest.warns(SmallSampleWarning):
+        first = compare.router_saturation(trace, final, top_k=1)
+    assert first["saturation"].to_dict() == {1: 3 / 4, 3: 3 / 4}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_router_saturation_agrees_with_sets(top_k):
+    """OLMoE's eq. 5 as it is written, a set of experts a token."""
+    rng = np.random.default_rng(0)
+    layout = ModelLayout(num_layers=3, moe_layers=(0, 2), num_experts=6, top_k=3)
+    early, final = [], []
+    for prompt in range(12):
+        tokens = np.full(int(rng.integers(5, 20)), prompt)
+        for side in (early, final):
+            routes = rng.random((len(tokens), 3, 6)).argsort(axis=-1)[..., :3]
+            side.append(RouteTrace(tokens, ("x",) * len(tokens), 2, routes, layout))
+    table = compare.router_saturation(early, final, top_k=top_k)
+    for layer in (0, 2):
+        shared = [
+            len(set(a[layer, :top_k].tolist()) & set(b[layer, :top_k].tolist())) / top_k
+            for x, y in zip(early, final, strict=True)
+            for a, b in zip(x.routed_experts, y.routed_experts, strict=True)
+        ]
+        assert table.loc[layer, "saturation"] == pytest.approx(sum(shared) / len(shared))
+    if top_k == 3:
+        assert table["saturation"].tolist() == pytest.approx(
+            compare.agreement(early, final)["overlap"].tolist()
+        )
+    assert ((table["low"] < table["saturation"]) & (table["saturation"] < table["high"])).all()
+    assert table["enough_prompts"].all()
+
+
+def test_samples_of_one_prompt_stay_one_prompt_when_forwarded_whole(trace):
+    """Eleven samples of one prompt; the other checkpoint was given prompt and sample as its prompt."""
+    sampled = [dataclasses.replace(trace, token_ids=np.array([11, 12, 13, 20 + i, 15])) for i in range(11)]
+    forwarded = [dataclasses.replace(each, prompt_tokens=5, logprobs=None) for each in sampled]
+    for early, final in ((sampled, forwarded), (forwarded, sampled)):
+        with pytest.warns(SmallSampleWarning, match="1 distinct prompts"):
+            assert (compare.router_saturation(early, final)["prompts"] == 1).all()
+
+
+def test_router_saturation_of_other_tokens_or_slots_is_refused(trace):
+    with pytest.raises(TraceError, match="different tokens"):
+        compare.router_saturation(trace, dataclasses.replace(trace, token_ids=trace.token_ids + 1))
+    with pytest.raises(TraceError, match="top_k is 3"):
+        compare.router_saturation(trace, trace, top_k=3)
 
 
 def test_mismatch_by_hand(trace):

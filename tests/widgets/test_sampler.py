@@ -323,7 +323,7 @@ def test_impossible_routes_are_said_in_place_of_the_picture(sampler, screen, ses
     physical[2, 3, 1] = 9
     session.answer = replace(session.answer, trace=replace(trace, routed_experts=physical))
     sampler.run()
-    assert "expert ids 0..9 for 4 experts" in screen.page
+    assert "layer 3 of a trace holds expert ids 1..9 for 4 experts" in screen.page
     assert "<img" not in screen.page
 
 

@@ -1,0 +1,34 @@
+"""Which experts the routers choose, and for what: the analyses of the MoE papers, on traces.
+
+NumPy and pandas in and out, no model and no server. Layers count from 0 and dense layers are absent. A load is
+counted in assignments: a token that goes to top-k experts counts once for each of them. docs/analyses.md lists the
+questions, the call that answers each, and its paper; what compares two engines or checkpoints is in `rtk.compare`.
+"""
+
+from rtk.usage._distance import load_distance, prompt_vs_generated
+from rtk.usage._heatmap import heatmap, heatmaps
+from rtk.usage._load import counts, experts, relative_load, table
+from rtk.usage._pairs import coactivation, transitions
+from rtk.usage._ranks import rank_load
+from rtk.usage._repetition import repetition
+from rtk.usage._select import Span, as_traces
+from rtk.usage._specialization import domain_specialization, vocabulary_specialization
+
+__all__ = [
+    "Span",
+    "as_traces",
+    "coactivation",
+    "counts",
+    "domain_specialization",
+    "experts",
+    "heatmap",
+    "heatmaps",
+    "load_distance",
+    "prompt_vs_generated",
+    "rank_load",
+    "relative_load",
+    "repetition",
+    "table",
+    "transitions",
+    "vocabulary_specialization",
+]
