@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rtk.samples import SampleFailure
 
 
 class RtkError(Exception):
@@ -113,6 +116,48 @@ class BatchError(RtkError):
             f"{len(self.failures)} of {total} items of the batch failed (counted from 0):{''.join(shown)}{more}\n"
             f"What came back for {len(self.results)} of them is in this error's .results"
         )
+
+
+class PromptError(RtkError):
+    """A prompt is neither a text, nor token ids, nor chat messages.
+
+    Attributes:
+        index: its place among the prompts, from 0; None for a single one.
+    """
+
+    def __init__(self, message: str, *, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class SamplingParamError(RtkError):
+    """A sampling parameter has a value that no server takes."""
+
+
+class SamplesFileError(RtkError):
+    """A file of samples is damaged, in use, of another kind, or belongs to other settings."""
+
+
+class SampleInterrupted(RtkError):
+    """A sample was not finished when its `sample_many` was interrupted, or ended by another error."""
+
+
+class SamplesFailed(RtkError):
+    """Some samples of a `sample_many` failed. The message shows the first few.
+
+    Attributes:
+        failures: all of them, each with its prompt and error.
+    """
+
+    def __init__(self, failures: Sequence[SampleFailure], total: int) -> None:
+        super().__init__(tuple(failures), total)
+        self.failures = tuple(failures)
+        self.total = total
+
+    def __str__(self) -> str:
+        shown = "".join(f"\n  {failure}" for failure in self.failures[:8])
+        more = "\n  ..." if len(self.failures) > 8 else ""
+        return f"{len(self.failures)} of {self.total} samples failed:{shown}{more}"
 
 
 class PayloadError(RtkError):
