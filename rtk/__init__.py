@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from rtk import widgets
     from rtk.client import RemoteInferenceClient
     from rtk.generator import RemoteInferenceGenerator
-    from rtk.session import Sample, Session, connect
+    from rtk.many import ManySamples, SampleFailure
+    from rtk.sample import Sample
+    from rtk.samples import read_samples
+    from rtk.session import Session, connect
     from rtk.transport import RetryPolicy, Timeouts
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GenerateChunk",
+    "ManySamples",
     "ModelLayout",
     "RemoteGenerateResult",
     "RemoteInferenceClient",
@@ -35,6 +39,7 @@ __all__ = [
     "RetryPolicy",
     "RouteTrace",
     "Sample",
+    "SampleFailure",
     "Session",
     "Timeouts",
     "allow_nested_loops",
@@ -42,6 +47,7 @@ __all__ = [
     "connect",
     "errors",
     "load_traces",
+    "read_samples",
     "replay",
     "save_traces",
     "serve",
@@ -56,7 +62,10 @@ _LATE = {
     "RemoteInferenceClient": "rtk.client",
     "RemoteInferenceGenerator": "rtk.generator",
     "RetryPolicy": "rtk.transport",
-    "Sample": "rtk.session",
+    "Sample": "rtk.sample",
+    "SampleFailure": "rtk.many",
+    "ManySamples": "rtk.many",
+    "read_samples": "rtk.samples",
     "Session": "rtk.session",
     "Timeouts": "rtk.transport",
     "connect": "rtk.session",

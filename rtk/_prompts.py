@@ -31,14 +31,10 @@ def plain(prompt: Prompt, index: int | None = None) -> PlainPrompt:
     """
     name = "the prompt" if index is None else f"prompt {index}"
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"{name} is no text that UTF-8 can write: {error}", index=index) from error
         return prompt
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
         raise PromptError(f"{name} is a {type(prompt).__name__}; it must be {_FORMS}", index=index)
-    items = list(prompt)
+    items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return [_message(item, f"message {place} of {name}", index) for place, item in enumerate(items)]
     try:
@@ -62,15 +58,17 @@ def plain_list(prompts: Iterable[Prompt]) -> list[PlainPrompt]:
     return [plain(prompt, index) for index, prompt in enumerate(prompts)]
 
 
-def digest(prompt: PlainPrompt, settings: Mapping[str, Any], sample_index: int) -> str:
-    """What one sample was asked for, as 32 hexadecimal digits: equal for equal prompts, settings and index."""
-    asked = json.dumps([prompt, settings, sample_index], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(asked.encode()).hexdigest()[:32]
+def digest(*asked: Any) -> str:
+    """What one sample was asked for, as 32 hexadecimal digits: equal for equal JSON values."""
+    text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _message(message: Message, name: str, index: int | None) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise PromptError(f'{name} has no "role": it must be like {{"role": "user", "content": "..."}}', index=index)
+        raise PromptError(
+            f'{name} has no "role": it must be like {{"role": "user", "content": "..."}}', index=index
+        )
     try:
         return json.loads(json.dumps(dict(message)))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:

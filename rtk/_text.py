@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rtk.errors import PayloadError
+from rtk._prompts import PlainPrompt
+from rtk.errors import PayloadError, PromptError
 from rtk.generator import RemoteInferenceGenerator
 
 # Enough to keep a server busy over a fast link, few enough not to crowd out its generate requests.
@@ -22,11 +24,27 @@ class TokenTexts:
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text, with whatever special tokens the model's tokenizer adds."""
-        answer = await self._generator.request("POST", "/tokenize", {"model": self._model, "prompt": text})
+        return await self._tokenize({"prompt": text})
+
+    async def _tokenize(self, what: dict[str, Any]) -> list[int]:
+        answer = await self._generator.request("POST", "/tokenize", {"model": self._model, **what})
         tokens = answer.get("tokens")
         if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
             raise PayloadError(f"{self._generator.proxy_url}/tokenize answered without a list of tokens")
         return tokens
+
+    async def encode_prompt(self, prompt: PlainPrompt) -> list[int]:
+        """Token ids of a prompt in any form; the server applies its chat template to messages."""
+        if isinstance(prompt, str):
+            return await self.encode(prompt)
+        if not prompt or not isinstance(prompt[0], dict):
+            return prompt  # type: ignore[return-value]
+        if self._generator.server == "sglang":
+            raise PromptError(
+                "SGLang's /tokenize takes no chat messages: apply the model's chat template with transformers, and give "
+                "the text or the token ids"
+            )
+        return await self._tokenize({"messages": prompt})
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a run of tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rtk.samples import SampleFailure
+    from rtk.many import SampleFailure
 
 
 class RtkError(Exception):
@@ -130,16 +130,8 @@ class PromptError(RtkError):
         self.index = index
 
 
-class SamplingParamError(RtkError):
-    """A sampling parameter has a value that no server takes."""
-
-
 class SamplesFileError(RtkError):
     """A file of samples is damaged, in use, of another kind, or belongs to other settings."""
-
-
-class SampleInterrupted(RtkError):
-    """A sample was not finished when its `sample_many` was interrupted, or ended by another error."""
 
 
 class SamplesFailed(RtkError):

@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack
 
 from rtk import loops
+from rtk._progress import Progress
+from rtk._prompts import PlainPrompt, Prompt, plain, plain_list
 from rtk._text import TokenTexts
 from rtk.doctor import DoctorReport, examine
 from rtk.errors import LayoutError, PayloadError, RequestRejected, ServerFailed, UnknownModel
 from rtk.generator import RemoteInferenceGenerator, Server
 from rtk.layout import ModelLayout
+from rtk.many import Job, ManySamples, SampleFailure, jobs_for
+from rtk.many import run as run_many
 from rtk.result import GenerateChunk, RemoteGenerateResult
+from rtk.sample import Sample
+from rtk.samples import SamplesFile
+from rtk.sampling import SamplingParams, in_signature, settings
 from rtk.trace import RouteTrace
 from rtk.transport import RetryPolicy, Timeouts, Verify
 from rtk.wire.forms import GENERATE, SKYRL_GENERATE
+
+T = TypeVar("T")
 
 # A notebook user who mistyped the port wants to know now, not after half a minute of retries.
 _ASK_ONCE = RetryPolicy(tries=1)
 _ASK_TIMEOUTS = Timeouts(connect_s=20.0, total_s=20.0)
 _SAMPLE_RETRY = RetryPolicy(tries=5)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt and what the model made of it.
-
-    Attributes:
-        text: the generated text.
-        prompt_token_ids: the prompt's tokens.
-        result: the server's answer.
-        trace: the routes with their tokens and layout; None where they were not asked for.
-    """
-
-    text: str
-    prompt_token_ids: list[int]
-    result: RemoteGenerateResult
-    trace: RouteTrace | None
 
 
 class Session:
@@ -57,6 +49,7 @@ class Session:
         server_version: what `/version` answers.
         max_model_len: the longest sequence that the server takes, in tokens; None where it does not say.
         layout: the model's layers and routers; None where they could not be found out.
+        unfinished: what the last `sample_many` had finished when it was interrupted; None after one that ended.
     """
 
     def __init__(
@@ -73,69 +66,145 @@ class Session:
         self.server_version = server_version
         self.max_model_len = max_model_len
         self.layout = layout
+        self.unfinished: ManySamples | None = None
         self._generator = generator
         self._texts = TokenTexts(generator, model)
         # A cell that runs `session = rtk.connect(...)` again drops the old session without closing it.
         weakref.finalize(self, _close_in_background, generator)
 
+    @in_signature
     def sample(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
-        max_tokens: int = 64,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
         routes: bool = True,
         on_text: Callable[[str], None] | None = None,
         source: Mapping[str, Any] | None = None,
+        **params: Unpack[SamplingParams],
     ) -> Sample:
         """Generate from one prompt, blocking until it is done.
 
         Args:
-            prompt: text, which the server tokenises, or token ids.
-            max_tokens: generate at most so many tokens.
-            temperature: 0 takes the most probable token each time.
-            top_p: sample from the smallest set of tokens that holds this much probability.
-            seed: makes sampling repeatable.
+            prompt: text, which the server tokenises; token ids; or chat messages, to which the server applies its
+                chat template: [{"role": "user", "content": "..."}].
             routes: whether to fetch the routed experts and build the trace.
             on_text: called with the text generated so far as it grows, in the caller's thread; once, at the
                 end, where the server cannot stream routes.
             source: added to the trace's own `source`, for example {"domain": "french"}.
+            params: sampling parameters, see `rtk.sampling.SamplingParams`.
 
         Raises:
+            PromptError: the prompt has none of these forms.
             LayoutError: routes are wanted and the model's layout is unknown; raised before sampling.
             ServerError, PayloadError, RoutesMissing: as `RemoteInferenceGenerator.generate`.
         """
-        settings = _settings(max_tokens, temperature, top_p, seed)
+        chosen, asked = settings(params), plain(prompt)
         if on_text is None:
-            return loops.background.run(self._sample(prompt, settings, routes, source, None))
+            return loops.background.run(self._sample(asked, chosen, routes, source, None))
         relay: loops.Relay[str] = loops.Relay()
-        work = self._sample(prompt, settings, routes, source, relay.send)
+        work = self._sample(asked, chosen, routes, source, relay.send)
         return relay.run(loops.background, work, on_text)
 
+    @in_signature
     async def asample(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
-        max_tokens: int = 64,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
         routes: bool = True,
         on_text: Callable[[str], None] | None = None,
         source: Mapping[str, Any] | None = None,
+        **params: Unpack[SamplingParams],
     ) -> Sample:
         """As `sample`, awaitable. on_text is called on the awaiting loop, whose handler gets what it raises."""
-        settings = _settings(max_tokens, temperature, top_p, seed)
-        send = None
-        if on_text is not None:
-            loop, callback = asyncio.get_running_loop(), on_text
+        send = None if on_text is None else _on_this_loop(on_text)
+        work = self._sample(plain(prompt), settings(params), routes, source, send)
+        return await loops.background.arun(work)
 
-            def send(text: str) -> None:
-                loop.call_soon_threadsafe(callback, text)
+    @in_signature
+    def sample_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        n: int = 1,
+        concurrency: int = 32,
+        out: str | os.PathLike[str] | None = None,
+        routes: bool = True,
+        progress: bool = True,
+        on_sample: Callable[[Sample | SampleFailure], None] | None = None,
+        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **params: Unpack[SamplingParams],
+    ) -> ManySamples:
+        """Generate from many prompts, blocking until all are done or have failed.
 
-        return await loops.background.arun(self._sample(prompt, settings, routes, source, send))
+        A failure stops none of the others. An interrupt cancels what is in flight; what was finished is kept in
+        `session.unfinished` and, with `out`, in the file.
+
+        Args:
+            prompts: each as `sample` takes it.
+            n: samples of each prompt. Each is a request of its own, so that every server can do it and nothing
+                but the requests in flight can be lost. With a seed, sample i has seed + i.
+            concurrency: how many requests are in flight at once.
+            out: a file to which each sample is added the moment it is finished. A later call with the same file and
+                settings asks only for what is not in it. Read it with `rtk.read_samples`.
+            routes: whether to fetch the routed experts and build the traces.
+            progress: whether to show a bar, in a terminal and in a notebook.
+            on_sample: called with each sample or failure as it comes, in the caller's thread.
+            source: as for `sample`; one for all prompts, or a list with one for each.
+            params: sampling parameters, see `rtk.sampling.SamplingParams`.
+
+        Returns:
+            the samples, in the order of the prompts, with the failures beside them.
+
+        Raises:
+            PromptError: a prompt has none of the forms; raised, with its index, before anything is sent.
+            ValueError: n or concurrency is below 1, or source has another length than prompts.
+            LayoutError: routes are wanted and the model's layout is unknown.
+            SamplesFileError: out is of another kind, damaged, in use, or holds samples with other settings.
+        """
+        relay: loops.Relay[Sample | SampleFailure] = loops.Relay()
+        result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
+        work = run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=relay.send)
+        with Progress(result, shown=progress) as bar:
+
+            def on_event(ended: Sample | SampleFailure) -> None:
+                bar.advance()
+                if on_sample is not None:
+                    on_sample(ended)
+
+            relay.run(loops.background, work, on_event)
+        self.unfinished = None
+        return result
+
+    @in_signature
+    async def asample_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        n: int = 1,
+        concurrency: int = 32,
+        out: str | os.PathLike[str] | None = None,
+        routes: bool = True,
+        progress: bool = True,
+        on_sample: Callable[[Sample | SampleFailure], None] | None = None,
+        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **params: Unpack[SamplingParams],
+    ) -> ManySamples:
+        """As `sample_many`, awaitable. on_sample is called on the awaiting loop, whose handler gets what it raises."""
+        result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
+        with Progress(result, shown=progress) as bar:
+
+            def on_event(ended: Sample | SampleFailure) -> None:
+                bar.advance()
+                if on_sample is not None:
+                    on_sample(ended)
+
+            send = _on_this_loop(on_event)
+            await loops.background.arun(
+                run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=send)
+            )
+            await asyncio.sleep(0)  # the last events, which were handed over before the work ended
+        self.unfinished = None
+        return result
 
     def tokenize(self, text: str) -> list[int]:
         """The server's token ids for a text."""
@@ -173,20 +242,62 @@ class Session:
         )
         return f"<rtk session: {self.model!r} ({shape}) at {self.url}, version {self.server_version}>"
 
-    async def _sample(
+    def _many(
         self,
-        prompt: str | Sequence[int],
-        settings: dict[str, Any],
+        prompts: Iterable[Prompt],
+        n: int,
+        concurrency: int,
+        out: str | os.PathLike[str] | None,
         routes: bool,
-        source: Mapping[str, Any] | None,
-        send_text: Callable[[str], None] | None,
-    ) -> Sample:
+        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        params: Mapping[str, Any],
+    ) -> tuple[ManySamples, list[Job]]:
+        """Everything that can be wrong is said here, before anything is sent."""
+        if n < 1 or concurrency < 1:
+            raise ValueError(f"n is {n} and concurrency {concurrency}; each is at least 1")
+        self._need_layout(routes)
+        chosen, asked = settings(params), plain_list(prompts)
+        sources = [source or {}] * len(asked) if source is None or isinstance(source, Mapping) else source
+        if len(sources) != len(asked):
+            raise ValueError(f"source has {len(sources)} entries for {len(asked)} prompts")
+        jobs = jobs_for(asked, n, chosen, sources)
+        file = None
+        if out is not None:
+            layout = None if self.layout is None else self.layout.to_dict()
+            file = SamplesFile(
+                out, {"model": self.model, "layout": layout, "sampling_params": chosen, "routes": routes}
+            )
+        result = ManySamples(jobs, file)
+        self.unfinished = result
+        return result, jobs
+
+    def _need_layout(self, routes: bool) -> None:
         if routes and self.layout is None:
             raise LayoutError(
                 f"the layout of {self.model!r} is unknown here, so its routes cannot be read. Connect with "
                 "layout=rtk.ModelLayout.from_config('path/to/config.json'), or sample with routes=False"
             )
-        prompt_ids = await self._texts.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+
+    async def _sample(
+        self,
+        prompt: PlainPrompt,
+        settings: dict[str, Any],
+        routes: bool,
+        source: Mapping[str, Any] | None,
+        send_text: Callable[[str], None] | None,
+    ) -> Sample:
+        self._need_layout(routes)
+        prompt_ids = await self._texts.encode_prompt(prompt)
+        return await self._sample_tokens(prompt_ids, settings, routes, source, send_text)
+
+    async def _sample_tokens(
+        self,
+        prompt_ids: list[int],
+        settings: dict[str, Any],
+        routes: bool,
+        source: Mapping[str, Any] | None,
+        send_text: Callable[[str], None] | None = None,
+    ) -> Sample:
         if send_text is None:
             result = await self._generate(prompt_ids, settings, routes, None)
         else:
@@ -262,6 +373,16 @@ class Session:
                 **source,
             },
         )
+
+
+def _on_this_loop(callback: Callable[[T], None]) -> Callable[[T], None]:
+    """The callback, called on the running loop from whichever thread."""
+    loop = asyncio.get_running_loop()
+
+    def send(event: T) -> None:
+        loop.call_soon_threadsafe(callback, event)
+
+    return send
 
 
 def _close_in_background(generator: RemoteInferenceGenerator) -> None:
@@ -391,13 +512,3 @@ def _layout_of(card: Mapping[str, Any]) -> ModelLayout | None:
     if not isinstance(root, str) or not (Path(root) / "config.json").is_file():
         return None  # a hub name, or a folder of the server's own machine
     return ModelLayout.from_config(root)
-
-
-def _settings(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> dict[str, Any]:
-    settings = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "logprobs": 0,  # of the sampled token alone
-    }
-    return settings if seed is None else settings | {"seed": seed}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from rtk.errors import RtkError
-from rtk.session import Sample, Session
+from rtk.sample import Sample
+from rtk.session import Session
 from rtk.trace import RouteTrace
 from rtk.widgets import _render
 from rtk.widgets._usage_view import UsageView
