@@ -27,6 +27,32 @@ _WAKE_UP_S = 0.2
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
+class _Work(Generic[T]):
+    """A coroutine that can be cancelled from the moment it is made, before anybody holds its future.
+
+    A KeyboardInterrupt may come between handing it over and getting the future back, while the request is
+    already on its way.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    async def run(self) -> T:
+        self._task = asyncio.current_task()
+        if self._cancelled:
+            self._work.close()
+            raise asyncio.CancelledError
+        return await self._work
+
+    def cancel(self) -> None:
+        """Called on the loop that runs it."""
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+
 class LoopThread:
     """A private event loop in a daemon thread, started on first use."""
 
@@ -51,12 +77,16 @@ class LoopThread:
                 "a blocking rtk call was made on rtk's own loop, from inside one of its callbacks; "
                 "use the awaitable form there"
             )
-        future = self.submit(work)
+        cancellable = _Work(work)
         try:
-            return future.result()
+            return self.submit(cancellable.run()).result()
         except BaseException:
-            future.cancel()
+            self.call(cancellable.cancel)
             raise
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, soon."""
+        self._running_loop().call_soon_threadsafe(function)
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine that runs on the private loop, from any other one."""
@@ -104,14 +134,15 @@ class Relay(Generic[E]):
         """As `LoopThread.run`, calling on_event for each event in order until the work is done."""
         if loop.is_current():
             return loop.run(work)  # raises
-        future = loop.submit(work)
-        future.add_done_callback(self._events.put)
+        cancellable = _Work(work)
         try:
+            future = loop.submit(cancellable.run())
+            future.add_done_callback(self._events.put)
             while not isinstance(event := self._events.get(), concurrent.futures.Future):
                 on_event(event)
             return future.result()
         except BaseException:
-            future.cancel()
+            loop.call(cancellable.cancel)
             raise
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from rtk import RemoteInferenceGenerator, loops
 from rtk.errors import LoopError
+from rtk.loops import LoopThread, Relay
 
 from .stub import serving, text
 
@@ -153,3 +154,31 @@ def exit_status(child):
         os.waitpid(child, 0)
         pytest.fail("the forked child hangs")
     return os.waitstatus_to_exitcode(done[1])
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_an_interrupt_before_the_future_is_there_cancels_the_work(relayed):
+    """The request may be on its way before the caller has anything in hand to cancel it by."""
+    loop, begun, ended = LoopThread(), threading.Event(), threading.Event()
+
+    async def work():
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    submit = loop.submit
+
+    def interrupted(coroutine):
+        submit(coroutine)
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    loop.submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        if relayed:
+            Relay().run(loop, work(), print)
+        else:
+            loop.run(work())
+    assert ended.wait(10)
