@@ -116,9 +116,9 @@ class Session:
         **params: Unpack[SamplingParams],
     ) -> Sample:
         """As `sample`, awaitable. on_text is called on the awaiting loop, whose handler gets what it raises."""
+        chosen, asked = settings(params), plain(prompt)
         send = None if on_text is None else _on_this_loop(on_text)
-        work = self._sample(plain(prompt), settings(params), routes, source, send)
-        return await loops.background.arun(work)
+        return await loops.background.arun(self._sample(asked, chosen, routes, source, send))
 
     @in_signature
     def sample_many(

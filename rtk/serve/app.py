@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rtk.errors import EmbeddedServerError
 from rtk.serve import _responses
 from rtk.serve._answer import AnswerText, Piece
 from rtk.serve._completion import Completion
-from rtk.serve._errors import invalid
+from rtk.serve._errors import ApiError, invalid
 from rtk.serve._http import errors_as_vllm, send_events
 from rtk.serve._requests import (
     CompletionRequest,
@@ -82,11 +82,14 @@ class Service:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request)
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise invalid("body.prompt", "Input should be a valid string")
         tokenizer = self._engine.tokenizer
-        tokens = tokenizer.encode(prompt, add_special_tokens=flag(body, "add_special_tokens", default=True))
+        if "messages" in body:
+            tokens = self._chat_tokens(body)
+        elif isinstance(prompt := body.get("prompt"), str):
+            add = flag(body, "add_special_tokens", default=True)
+            tokens = tokenizer.encode(prompt, add_special_tokens=add)
+        else:
+            raise invalid("body.prompt", "Input should be a valid string")
         strings = tokenizer.convert_ids_to_tokens(tokens) if flag(body, "return_token_strs") else None
         return web.json_response(
             {
@@ -96,6 +99,23 @@ class Service:
                 "token_strs": strings,
             }
         )
+
+    def _chat_tokens(self, body: Mapping[str, Any]) -> list[int]:
+        messages, tokenizer = body["messages"], self._engine.tokenizer
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise invalid("body.messages", "Input should be a list of messages")
+        if tokenizer.chat_template is None:
+            raise ApiError(
+                "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat "
+                "template if the tokenizer does not define one."
+            )
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=flag(body, "add_generation_prompt", default=True),
+        )
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=flag(body, "add_special_tokens"))
+        return tokens
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         tokens = (await self._body(request)).get("tokens")

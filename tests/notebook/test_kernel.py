@@ -102,6 +102,21 @@ def test_both_in_a_widgets_callback(kernel):
     assert printed == "True"
 
 
+def test_a_batch_with_its_bar_in_a_cell_awaited_and_in_a_callback(kernel):
+    printed = kernel.run(
+        "import ipywidgets\n"
+        "many = lambda: session.sample_many([[5, 6, 7], [8, 9]], n=2, max_tokens=2, seed=1)\n"
+        "tokens = lambda samples: [s.result.token_ids for s in samples]\n"
+        "plain = tokens(many())\n"
+        "awaited = await session.asample_many([[5, 6, 7], [8, 9]], n=2, max_tokens=2, seed=1)\n"
+        "button, clicked = ipywidgets.Button(), []\n"
+        "button.on_click(lambda _: clicked.append(tokens(many())))\n"
+        "button.click()\n"
+        "print(len(plain), tokens(awaited) == plain, clicked == [plain])"
+    )
+    assert printed.endswith("4 True True")
+
+
 def test_many_at_once(kernel):
     printed = kernel.run(
         "samples = await asyncio.gather(*(session.asample([5, 6, 7], max_tokens=2) for _ in range(50)))\n"
