@@ -6,15 +6,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
-from rtk.errors import (
-    LayoutError,
-    PayloadError,
-    RoutesMissing,
-)
+from rtk._reading import Reading
+from rtk.errors import LayoutError
 from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk, RemoteGenerateResult
 from rtk.transport import RetryPolicy, Timeouts, Transport, Verify
-from rtk.wire import forms, routes
+from rtk.wire import forms
 
 Server = Literal["vllm", "completions", "skyrl", "sglang"]
 _SERVERS = get_args(Server)
@@ -78,6 +75,7 @@ class RemoteInferenceGenerator:
         sampling_params: Mapping[str, Any],
         *,
         routed_experts: bool = False,
+        routed_experts_start: int = 0,
         session_id: str | None = None,
         cache_salt: str | None = None,
         features: Mapping[str, Any] | None = None,
@@ -91,6 +89,8 @@ class RemoteInferenceGenerator:
             sampling_params: vLLM's sampling parameters (`max_tokens`, `temperature`, `logprobs`, ...), whatever
                 the server; SGLang is sent its own names for them.
             routed_experts: whether the routes must come back.
+            routed_experts_start: the first token whose routes are wanted, for a turn whose beginning is known. Where a
+                server ignores it, which its row count tells, the rows asked for are kept and a UserWarning says so.
             session_id: sent as X-Session-ID, for routers that keep a conversation on one server.
             cache_salt: keeps the prefix cache apart from that of other salts.
             features: multi-modal inputs, passed on as they are.
@@ -104,32 +104,110 @@ class RemoteInferenceGenerator:
             ServerTimeout: a limit of the timeouts has passed.
             PayloadError: the answer is not of the documented form.
             RoutesMissing: routes were asked for, and the answer has none.
+            ValueError: the server cannot stream this, or has no such input.
         """
-        form = self._form(routed_experts)
+        (result,) = await self.generate_n(
+            token_ids,
+            sampling_params,
+            n=1,
+            routed_experts=routed_experts,
+            routed_experts_start=routed_experts_start,
+            session_id=session_id,
+            cache_salt=cache_salt,
+            features=features,
+            model=model,
+            on_chunk=on_chunk,
+        )
+        return result
+
+    async def generate_n(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        n: int,
+        routed_experts: bool = False,
+        routed_experts_start: int = 0,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        features: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
+    ) -> list[RemoteGenerateResult]:
+        """Generate n sequences from one prompt, in one request. Arguments and errors are those of `generate`.
+
+        A chunk says by its `index` which sequence it belongs to. vLLM 0.30's generate route fails with an error of
+        its own in mid-stream for n > 1; whole, it answers.
+        """
         if on_chunk is not None and not self.can_stream(routed_experts):
             raise ValueError(
                 f"server={self.server!r} cannot stream this: vLLM's completions send no routes in a stream, and "
                 "SGLang's streams are not read here. Leave out on_chunk"
             )
-        body = form.body(token_ids, sampling_params, routed_experts=routed_experts)
-        # Servers reject some of these as null, so what is not set is not sent.
-        optional = {"model": model or self.model_name, "cache_salt": cache_salt, "features": features}
-        body |= {name: value for name, value in optional.items() if value is not None}
-        headers = {} if session_id is None else {"X-Session-ID": session_id}
-        if on_chunk is None:
-            payload: Mapping[str, Any] = await self.request("POST", form.path, body, headers=headers)
-            choice = form.choice(payload)
-            chunk = form.chunk(choice)
-        else:
-            chunk, choice, payload = await self._stream(form, body, headers, on_chunk)
-        return RemoteGenerateResult(
-            token_ids=chunk.token_ids,
-            logprobs=chunk.logprobs,
-            stop_reason=str(form.finish_reason(choice)),
-            routed_experts=self._routes(form, payload, choice, len(token_ids), len(chunk.token_ids))
-            if routed_experts
-            else None,
-            request_id=form.request_id(payload),
+        form = self._form(routed_experts)
+        if features is not None and self.server in ("sglang", "completions"):
+            raise ValueError(f"server={self.server!r} takes no features; only vLLM's generate route does")
+        return await self._ask(
+            form,
+            token_ids,
+            sampling_params,
+            n=n,
+            prompt_tokens=len(token_ids),
+            routed_experts=routed_experts,
+            start=routed_experts_start,
+            session_id=session_id,
+            extras={
+                "model": model or self.model_name,
+                "extra_key" if self.server == "sglang" else "cache_salt": cache_salt,
+                "features": features,
+            },
+            on_chunk=on_chunk,
+        )
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any],
+        *,
+        n: int = 1,
+        routed_experts: bool = False,
+        routed_experts_start: int = 0,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        model: str | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
+    ) -> list[RemoteGenerateResult]:
+        """Generate n answers to a chat through `/v1/chat/completions`; the server applies its chat template.
+
+        The results' `prompt_token_ids` are what the template made of the messages.
+
+        Args:
+            messages: OpenAI's, [{"role": "user", "content": "..."}].
+            n: how many answers.
+            sampling_params, ...: as for `generate`.
+
+        Raises:
+            RequestRejected: the model has no chat template, for example; and the other errors of `generate`.
+            ValueError: the server is SGLang, whose chats name no token ids; or routes are wanted in a stream.
+        """
+        if self.server == "sglang":
+            raise ValueError(
+                "SGLang's chat answers name no token ids: apply the model's chat template with transformers, and use "
+                "generate"
+            )
+        if on_chunk is not None and routed_experts:
+            raise ValueError("vLLM's chats send no routes in a stream: leave out on_chunk")
+        return await self._ask(
+            forms.Chat(self.layout),
+            messages,
+            sampling_params,
+            n=n,
+            prompt_tokens=None,
+            routed_experts=routed_experts,
+            start=routed_experts_start,
+            session_id=session_id,
+            extras={"model": model or self.model_name, "cache_salt": cache_salt},
+            on_chunk=on_chunk,
         )
 
     def can_stream(self, routed_experts: bool) -> bool:
@@ -145,39 +223,47 @@ class RemoteInferenceGenerator:
                 )
             return forms.SglangGenerate(self.layout)
         if self.server == "completions":
-            return forms.Completions()
+            return forms.Completions(self.layout)
         if self.server == "skyrl" and routed_experts:
             return forms.VllmGenerate(forms.SKYRL_GENERATE)
         return forms.VllmGenerate()
 
-    def _routes(
+    async def _ask(
         self,
         form: forms.Form,
-        payload: Mapping[str, Any],
-        choice: Mapping[str, Any],
-        prompt_tokens: int,
-        generated_tokens: int,
-    ) -> routes.Routes:
-        decoded = form.routed_experts(payload, choice)
-        if decoded is None and form.finish_reason(choice) == "abort":
-            raise RoutesMissing(
-                f"{self.proxy_url} aborted the request after {generated_tokens} tokens and sent no routed experts "
-                "for them, as vLLM does in a stream or before it began. Send it again once the server goes on"
-            )
-        if decoded is None:
-            raise RoutesMissing(
-                f"{self.proxy_url} sent no routed experts. Start vLLM or SGLang with --enable-return-routed-experts "
-                "(vLLM with --enable-scale-out too), the embedded server without --no-routed-experts; a model "
-                "without MoE layers has none to send"
-            )
-        expected = prompt_tokens + generated_tokens - 1
-        if len(decoded) != expected:
-            raise PayloadError(
-                f"{self.proxy_url} sent routes of {len(decoded)} tokens for {prompt_tokens} prompt and "
-                f"{generated_tokens} generated tokens; {expected} rows are expected, since the last token was never "
-                "forwarded"
-            )
-        return decoded
+        prompt: forms.Prompt,
+        sampling_params: Mapping[str, Any],
+        *,
+        n: int,
+        prompt_tokens: int | None,
+        routed_experts: bool,
+        start: int,
+        session_id: str | None,
+        extras: Mapping[str, Any],
+        on_chunk: Callable[[GenerateChunk], None] | None,
+    ) -> list[RemoteGenerateResult]:
+        if n < 1 or start < 0:
+            raise ValueError(f"n is {n} and routed_experts_start {start}; they are at least 1 and 0")
+        params = {**sampling_params, "n": n} if n > 1 else sampling_params
+        body = form.body(prompt, params, routed_experts=routed_experts, start=start)
+        # Servers reject some of these as null, so what is not set is not sent.
+        body |= {name: value for name, value in extras.items() if value is not None}
+        headers = {} if session_id is None else {"X-Session-ID": session_id}
+        reading = Reading(
+            form,
+            self.proxy_url,
+            n=n,
+            prompt_tokens=prompt_tokens,
+            routed_experts=routed_experts,
+            start=start,
+            top_logprobs=bool(sampling_params.get("logprobs")),
+        )
+        if on_chunk is None:
+            return reading.whole(await self.request("POST", form.path, body, headers=headers))
+        url = self.proxy_url + form.path
+        async for event in self._transport.events(url, {**body, "stream": True}, headers, retry=self.retry):
+            reading.piece(event, on_chunk)
+        return reading.end()
 
     async def request(
         self,
@@ -205,36 +291,6 @@ class RemoteInferenceGenerator:
         return await self._transport.json(
             method, self.proxy_url + path, body, headers, retry=retry or self.retry, timeouts=timeouts
         )
-
-    async def _stream(
-        self,
-        form: forms.Form,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
-        on_chunk: Callable[[GenerateChunk], None],
-    ) -> tuple[GenerateChunk, Mapping[str, Any], Mapping[str, Any]]:
-        url = self.proxy_url + form.path
-        token_ids: list[int] = []
-        logprobs: list[float] | None = None
-        event: Mapping[str, Any] = {}
-        choice: Mapping[str, Any] | None = None
-        async for event in self._transport.events(url, {**body, "stream": True}, headers, retry=self.retry):
-            choice = form.choice(event)
-            chunk = form.chunk(choice)
-            token_ids += chunk.token_ids
-            if chunk.logprobs is not None:
-                logprobs = (logprobs or []) + chunk.logprobs
-            on_chunk(chunk)
-        if choice is None or form.finish_reason(choice) is None:
-            raise PayloadError(
-                f"{url}: the stream ended after {len(token_ids)} tokens without a finish reason. vLLM 0.30 may end "
-                "one so when it aborts the request, as a pause does"
-            )
-        if logprobs is not None and len(logprobs) != len(token_ids):
-            raise PayloadError(
-                f"{url}: the stream brought {len(logprobs)} logprobs for {len(token_ids)} tokens"
-            )
-        return GenerateChunk(token_ids, logprobs), choice, event
 
     async def aclose(self) -> None:
         """Close the HTTP session. Never raises: a failure while closing is logged."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,14 @@ NATIVE = forms.GENERATE
 SKYRL = forms.SKYRL_GENERATE
 SGLANG = forms.SGLANG_GENERATE
 COMPLETIONS = forms.COMPLETIONS
-CHAT = "/v1/chat/completions"
+CHAT = forms.CHAT
 
 _ONCE = RetryPolicy(tries=1)
 _REQUEST_TIMEOUT_S = 120.0
 # Longer than one block of a prefix cache: 16 tokens on vLLM's GPUs, 128 on its CPUs.
 _PROMPT_TOKENS = 160
 MAX_TOKENS = 12
+_CHAT_MESSAGES = [{"role": "user", "content": "Say yes."}]
 _TEXT = (
     "The old harbour was quiet that morning. Two boats had come in before dawn, and their nets lay drying on the "
     "wall beside the chandler's shop. Anna counted 17 crates of mackerel, wrote the number in her book, and asked "
@@ -133,7 +134,8 @@ class Probe:
         self.generations += 1
         try:
             form = self._form(path)
-            body = form.body(self.prompt, _settings(), routed_experts=True)
+            prompt: forms.Prompt = _CHAT_MESSAGES if path == CHAT else self.prompt
+            body = form.body(prompt, _settings(), routed_experts=True)
             return self._answer(
                 form, await self.ask("POST", path, body | _extras(path, self._model, salt, first_row))
             )
@@ -156,13 +158,9 @@ class Probe:
         return Answer(result.token_ids, result.logprobs, result.routed_experts)
 
     def _answer(self, form: forms.Form, payload: Mapping[str, Any]) -> Answer:
-        choice = form.choice(payload)
+        choice = forms.only(form.choices(payload))
         chunk = GenerateChunk([], None) if form.path == CHAT else form.chunk(choice)
         try:
-            if form.path == SGLANG and self._layout is None and choice.get("routed_experts") is not None:
-                raise PayloadError(
-                    "SGLang sends no shape, so the model's layout is needed to read its routes"
-                )
             found, fault = form.routed_experts(payload, choice), None
         except PayloadError as error:
             found, fault = None, str(error)
@@ -173,25 +171,7 @@ class Probe:
             return forms.SglangGenerate(self._layout)
         if path in (NATIVE, SKYRL):
             return forms.VllmGenerate(path)
-        return _Chat() if path == CHAT else forms.Completions()
-
-
-class _Chat(forms.Completions):
-    """One short chat: whether routes come back is all that it is asked for."""
-
-    path = CHAT
-
-    def __init__(self) -> None:
-        pass
-
-    def body(
-        self, token_ids: Sequence[int], sampling_params: forms.Json, *, routed_experts: bool
-    ) -> dict[str, Any]:
-        return {
-            "messages": [{"role": "user", "content": "Say yes."}],
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-        }
+        return forms.Chat(self._layout) if path == CHAT else forms.Completions(self._layout)
 
 
 def fresh_salt() -> str:

@@ -66,7 +66,13 @@ class Completion:
         count = self._sequence.params.logprobs
         if count is None:
             return text, None
-        return text, _responses.completion_logprobs(self._tokenizer, scored, count, self._characters)
+        return text, _responses.completion_logprobs(self._name, scored, count, self._characters)
+
+    def _name(self, token: int) -> str:
+        if self._wanted.tokens_as_ids:
+            return f"token_id:{token}"
+        text: str = self._tokenizer.decode([token])
+        return text
 
     def _scored_prompt(self) -> list[tuple[int, ScoredToken | None]]:
         # Nothing comes before the first token, so it has no score.

@@ -20,7 +20,6 @@ _NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": (None, {}),
     "prompt_embeds": (None, []),
     "response_format": (None, {"type": "text"}),
-    "return_tokens_as_token_ids": (None, False),
     "suffix": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
@@ -57,10 +56,12 @@ class CompletionRequest(GenerateRequest):
     Attributes:
         echoes: for each sequence the text to put before its own; None to put none.
         echo_only: whether nothing but the prompt is wanted back.
+        tokens_as_ids: whether logprobs name tokens by their ids instead of their texts.
     """
 
     echoes: list[str] | None
     echo_only: bool
+    tokens_as_ids: bool
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -137,6 +138,7 @@ def parse_completion(body: Mapping[str, Any], engine: Engine) -> CompletionReque
         text=_text_options(body, params),
         echoes=echoes if echo else None,
         echo_only=echo_only,
+        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
     )
 
 

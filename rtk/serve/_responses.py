@@ -7,7 +7,7 @@ import io
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,23 +139,27 @@ def _prompt_logprob(tokenizer: Any, score: ScoredToken) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    tokenizer: Any, scored: Sequence[tuple[int, ScoredToken | None]], count: int, first_offset: int
+    name: Callable[[int], str],
+    scored: Sequence[tuple[int, ScoredToken | None]],
+    count: int,
+    first_offset: int,
 ) -> dict[str, Any]:
     """The logprobs object of `/v1/completions`.
 
     Args:
+        name: what a token is called: its text, or `token_id:` and its id.
         scored: each token with its score, or None for one without: the first of an echoed prompt.
         count: how many of the most probable tokens are listed beside each token itself.
         first_offset: characters of the answer before these tokens.
     """
-    texts = [tokenizer.decode([token]) for token, _ in scored]
-    ends = np.cumsum([first_offset, *map(len, texts)]).tolist()
+    names = [name(token) for token, _ in scored]
+    ends = np.cumsum([first_offset, *map(len, names)]).tolist()
     return {
         "text_offset": ends[:-1],
         "token_logprobs": [score and score.logprob for _, score in scored],
-        "tokens": texts,
+        "tokens": names,
         "top_logprobs": [
-            score and {tokenizer.decode([id_]): value for id_, value in _sampled_first(score)[: count + 1]}
+            score and {name(id_): value for id_, value in _sampled_first(score)[: count + 1]}
             for _, score in scored
         ],
     }

@@ -14,12 +14,18 @@ from rtk.wire import routes
 
 Json = Mapping[str, Any]
 FLOOR_LOGPROB = -9999.0
+#: For each token, what could stand there: token id to logprob.
+Alternatives = list[dict[int, float]]
 
 # Where each form is asked.
 GENERATE = "/inference/v1/generate"
 SKYRL_GENERATE = "/skyrl/v1/generate"
 SGLANG_GENERATE = "/generate"
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+#: A prompt as the form takes it: token ids, or for a chat its messages.
+Prompt = Sequence[int] | Sequence[Json]
 
 
 class Form(Protocol):
@@ -32,24 +38,50 @@ class Form(Protocol):
     path: str
 
     def body(
-        self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
     ) -> dict[str, Any]:
-        """The request's body, without the fields that all forms share."""
+        """The request's body, without the fields that all forms share.
 
-    def choice(self, payload: Json) -> Json:
-        """The answer's one sequence. Raises PayloadError where there are none or several."""
+        Args:
+            prompt: what to go on from.
+            sampling_params: in vLLM's names.
+            routed_experts: whether routes are wanted.
+            start: the first token whose routes are wanted.
+        """
+
+    def choices(self, payload: Json) -> Sequence[Json]:
+        """The answer's sequences, or what an event has of them. Raises PayloadError where there is no list of them."""
 
     def chunk(self, choice: Json) -> GenerateChunk:
         """Its tokens and logprobs. Raises PayloadError where they are not as the form promises."""
 
+    def top_logprobs(self, choice: Json) -> Alternatives:
+        """For each token of the chunk its alternatives. Raises PayloadError where they are not as promised."""
+
+    def prompt_logprobs(self, payload: Json, choice: Json) -> Alternatives | None:
+        """The same for the prompt; empty for its first token."""
+
+    def prompt_token_ids(self, payload: Json, choice: Json) -> list[int] | None:
+        """The prompt's tokens, where the answer names them."""
+
     def finish_reason(self, choice: Json) -> str | None:
         """Why it ended; None in the middle of a stream."""
+
+    def stop_match(self, choice: Json) -> str | int | None:
+        """The stop string or token that ended it, where the answer names it."""
 
     def request_id(self, payload: Json) -> str | None:
         """The server's name for the request."""
 
     def routed_experts(self, payload: Json, choice: Json) -> routes.Routes | None:
         """Its routes `[rows, layers, top_k]`, or None where it has none."""
+
+
+def only(choices: Sequence[Json]) -> Json:
+    """The one sequence. Raises PayloadError where there are none or several."""
+    if len(choices) != 1:
+        raise PayloadError(f"the answer has {len(choices)} choices; one sequence was asked for")
+    return choices[0]
 
 
 class VllmGenerate:
@@ -63,18 +95,16 @@ class VllmGenerate:
         self.path = path
 
     def body(
-        self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
     ) -> dict[str, Any]:
-        return {"sampling_params": dict(sampling_params), "token_ids": list(token_ids)}
+        params = {**sampling_params, **({"routed_experts_prompt_start": start} if start else {})}
+        return {"sampling_params": params, "token_ids": list(prompt)}
 
-    def choice(self, payload: Json) -> Json:
+    def choices(self, payload: Json) -> Sequence[Json]:
         choices = payload.get("choices")
-        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            count = len(choices) if isinstance(choices, list) else "no"
-            raise PayloadError(
-                f"the answer has {count} choices; one request generates one sequence, so leave n at 1"
-            )
-        return choices[0]
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise PayloadError(f"the answer has no choices, but the keys {sorted(map(str, payload))}")
+        return choices
 
     def chunk(self, choice: Json) -> GenerateChunk:
         token_ids = _token_ids(choice.get("token_ids"))
@@ -96,9 +126,49 @@ class VllmGenerate:
         except (KeyError, TypeError):  # some token has none
             return [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
 
+    def top_logprobs(self, choice: Json) -> Alternatives:
+        content = (choice.get("logprobs") or {}).get("content")
+        if not isinstance(content, list):
+            raise PayloadError(
+                f"top logprobs were asked for, and logprobs are {_short(choice.get('logprobs'))}"
+            )
+        try:
+            return [
+                {_named(entry["token"]): _floored(entry["logprob"]) for entry in token["top_logprobs"]}
+                for token in content
+            ]
+        except (KeyError, TypeError) as error:
+            raise PayloadError(
+                f"top_logprobs are {_short(content)}; objects of token and logprob are expected"
+            ) from error
+
+    def prompt_logprobs(self, payload: Json, choice: Json) -> Alternatives | None:
+        entries = payload.get("prompt_logprobs")
+        if entries is None:
+            entries = choice.get("prompt_logprobs")
+        if entries is None:
+            return None
+        try:
+            return [
+                {int(token): _floored(value["logprob"]) for token, value in (entry or {}).items()}
+                for entry in entries
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PayloadError(
+                f"prompt_logprobs are {_short(entries)}; objects of token ids and their logprobs are expected"
+            ) from error
+
+    def prompt_token_ids(self, payload: Json, choice: Json) -> list[int] | None:
+        tokens = payload.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        return None if tokens is None else _token_ids(tokens)
+
     def finish_reason(self, choice: Json) -> str | None:
         reason = choice.get("finish_reason")
         return None if reason is None else str(reason)
+
+    def stop_match(self, choice: Json) -> str | int | None:
+        match = choice.get("stop_reason")
+        return match if isinstance(match, str | int) else None
 
     def request_id(self, payload: Json) -> str | None:
         return payload.get("request_id") or payload.get("id")
@@ -115,20 +185,92 @@ class VllmGenerate:
 class Completions(VllmGenerate):
     """vLLM's `/v1/completions` with token ids in and out, which needs no --enable-scale-out.
 
-    `return_token_ids` has vLLM name the tokens that it generated. Its streams carry no routes.
+    `return_token_ids` has vLLM name the tokens that it generated. Its streams carry no routes. SGLang's route of that
+    name has its routes in `sgl_ext`, without their shape, and names no token ids.
+
+    Args:
+        layout: the model's layout, which gives SGLang's routes their shape.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: ModelLayout | None = None) -> None:
         super().__init__(COMPLETIONS)
+        self._layout = layout
 
     def body(
-        self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
     ) -> dict[str, Any]:
-        return {**sampling_params, "prompt": list(token_ids), "return_token_ids": True}
+        return {**sampling_params, "prompt": list(prompt), **_openai_extras(sampling_params, start)}
 
     def _logprobs(self, logprobs: Json) -> list[object] | None:
         values = logprobs.get("token_logprobs")
         return values if isinstance(values, list) else None
+
+    def top_logprobs(self, choice: Json) -> Alternatives:
+        entries: Any = (choice.get("logprobs") or {}).get("top_logprobs")
+        try:
+            return [{_named(token): _floored(value) for token, value in entry.items()} for entry in entries]
+        except (AttributeError, TypeError) as error:
+            raise PayloadError(
+                f"top_logprobs are {_short(entries)}; objects of token to logprob are expected"
+            ) from error
+
+    def routed_experts(self, payload: Json, choice: Json) -> routes.Routes | None:
+        return _with_sgl_ext(super().routed_experts(payload, choice), choice, self._layout)
+
+
+class Chat(VllmGenerate):
+    """vLLM's `/v1/chat/completions`: messages in, the tokens that its template makes of them and the answer's out.
+
+    Its streams carry no routes. As for completions, SGLang has its routes in `sgl_ext`.
+
+    Args:
+        layout: the model's layout, which gives SGLang's routes their shape.
+    """
+
+    def __init__(self, layout: ModelLayout | None = None) -> None:
+        super().__init__(CHAT)
+        self._layout = layout
+
+    def body(
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
+    ) -> dict[str, Any]:
+        params = dict(sampling_params)
+        if (top := params.pop("logprobs", None)) is not None:
+            params |= {"logprobs": True, "top_logprobs": top}
+        return {**params, "messages": list(prompt), **_openai_extras(sampling_params, start)}
+
+    def chunk(self, choice: Json) -> GenerateChunk:
+        # The first event of a stream names the role and no token.
+        return (
+            super().chunk(choice) if "message" in choice or "token_ids" in choice else GenerateChunk([], None)
+        )
+
+    def routed_experts(self, payload: Json, choice: Json) -> routes.Routes | None:
+        return _with_sgl_ext(super().routed_experts(payload, choice), choice, self._layout)
+
+
+def _openai_extras(sampling_params: Json, start: int) -> dict[str, Any]:
+    extras: dict[str, Any] = {"return_token_ids": True}
+    if sampling_params.get("logprobs"):
+        extras["return_tokens_as_token_ids"] = True  # alternatives are named by their text otherwise
+    if start:
+        extras["routed_experts_prompt_start"] = start
+    return extras
+
+
+def _with_sgl_ext(
+    found: routes.Routes | None, choice: Json, layout: ModelLayout | None
+) -> routes.Routes | None:
+    extension = choice.get("sgl_ext")
+    if found is not None or not isinstance(extension, Mapping) or extension.get("routed_experts") is None:
+        return found
+    return _shaped(extension["routed_experts"], layout)
+
+
+def _shaped(encoded: object, layout: ModelLayout | None) -> routes.Routes:
+    if layout is None:
+        raise PayloadError("SGLang sends no shape, so the model's layout is needed to read its routes")
+    return routes.decode_int32_buffer(encoded, layers=layout.num_layers, top_k=layout.top_k)
 
 
 # vLLM's names of sampling parameters, where SGLang has others. What stands in neither list has one name in both.
@@ -151,25 +293,29 @@ class SglangGenerate:
         self._layout = layout
 
     def body(
-        self, token_ids: Sequence[int], sampling_params: Json, *, routed_experts: bool
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
     ) -> dict[str, Any]:
         params = {_SGLANG_NAMES.get(name, name): value for name, value in sampling_params.items()}
-        top = params.pop("logprobs", None)
+        top, of_prompt = params.pop("logprobs", None), params.pop("prompt_logprobs", None)
         body = {
-            "input_ids": list(token_ids),
+            "input_ids": list(prompt),
             "sampling_params": params,
             "return_logprob": True,
-            "top_logprobs_num": top or 0,
+            "top_logprobs_num": max(top or 0, of_prompt or 0),
         }
-        return body | ({"return_routed_experts": True} if routed_experts else {})
+        if of_prompt is not None:
+            body["logprob_start_len"] = 0
+        if routed_experts:
+            body |= {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
+        return body
 
-    def choice(self, payload: Json) -> Json:
+    def choices(self, payload: Json) -> Sequence[Json]:
         meta = payload.get("meta_info")
         if not isinstance(meta, dict):
             raise PayloadError(
                 f"the answer has no meta_info object, but the keys {sorted(map(str, payload))}"
             )
-        return meta
+        return [meta]
 
     def chunk(self, choice: Json) -> GenerateChunk:
         entries = choice.get("output_token_logprobs")
@@ -178,6 +324,21 @@ class SglangGenerate:
                 f"output_token_logprobs are {_short(entries)}; a list of [logprob, token id, text] is expected"
             )
         return GenerateChunk(_token_ids([e[1] for e in entries]), _finite([e[0] for e in entries]))
+
+    def top_logprobs(self, choice: Json) -> Alternatives:
+        return _sglang_alternatives(choice.get("output_token_logprobs"), choice.get("output_top_logprobs"))
+
+    def prompt_logprobs(self, payload: Json, choice: Json) -> Alternatives | None:
+        own = choice.get("input_token_logprobs")
+        return None if own is None else _sglang_alternatives(own, choice.get("input_top_logprobs"))
+
+    def prompt_token_ids(self, payload: Json, choice: Json) -> list[int] | None:
+        return None
+
+    def stop_match(self, choice: Json) -> str | int | None:
+        reason = choice.get("finish_reason")
+        match = reason.get("matched") if isinstance(reason, dict) else None
+        return match if isinstance(match, str | int) else None
 
     def finish_reason(self, choice: Json) -> str | None:
         reason = choice.get("finish_reason")
@@ -192,9 +353,20 @@ class SglangGenerate:
 
     def routed_experts(self, payload: Json, choice: Json) -> routes.Routes | None:
         encoded = choice.get("routed_experts")
-        if encoded is None or self._layout is None:
-            return None
-        return routes.decode_int32_buffer(encoded, layers=self._layout.num_layers, top_k=self._layout.top_k)
+        return None if encoded is None else _shaped(encoded, self._layout)
+
+
+def _sglang_alternatives(own: Any, others: Any) -> Alternatives:
+    """The token itself and those beside it; entries are [logprob, token id, text], and None before the first."""
+    try:
+        found = [{} if logprob is None else {token: _floored(logprob)} for logprob, token, *_ in own]
+        for known, entries in zip(found, others or [], strict=False):
+            known |= {token: _floored(logprob) for logprob, token, *_ in entries or []}
+    except (TypeError, ValueError) as error:
+        raise PayloadError(
+            f"logprobs are {_short(own)}; lists of [logprob, token id, text] are expected"
+        ) from error
+    return found
 
 
 def _token_ids(value: object) -> list[int]:
@@ -203,6 +375,18 @@ def _token_ids(value: object) -> list[int]:
             f"token_ids of the answer are {_short(value)}; a list of whole numbers is expected"
         )
     return value
+
+
+def _named(token: object) -> int:
+    """The id in vLLM's name for a token, `token_id:17`."""
+    digits = token.removeprefix("token_id:") if isinstance(token, str) else ""
+    if not digits.isdecimal() or digits == token:
+        raise PayloadError(f"a logprob is of the token {_short(token)}; 'token_id:' and the id are expected")
+    return int(digits)
+
+
+def _floored(value: Any) -> float:
+    return _finite([value])[0]
 
 
 def _finite(values: list[Any]) -> list[float]:

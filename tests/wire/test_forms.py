@@ -7,7 +7,7 @@ import pytest
 
 from rtk import ModelLayout
 from rtk.errors import PayloadError
-from rtk.wire.forms import Completions, SglangGenerate, VllmGenerate
+from rtk.wire.forms import Chat, Completions, SglangGenerate, VllmGenerate, only
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LAYOUT = ModelLayout(num_layers=2, moe_layers=(1,), num_experts=512, top_k=2)
@@ -36,7 +36,7 @@ SGLANG = {
 def test_a_real_completion(completions):
     form = Completions()
     payload = json.loads(completions["completions"]["text"])
-    choice = form.choice(payload)
+    choice = only(form.choices(payload))
     chunk = form.chunk(choice)
     assert chunk.token_ids == [82, 278, 83, 12]
     assert chunk.logprobs == [
@@ -56,12 +56,14 @@ def test_a_real_completion(completions):
 
 def test_a_completion_asks_for_token_ids():
     body = Completions().body([1, 2], {"max_tokens": 3, "logprobs": 0}, routed_experts=True)
-    assert body == {"prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
+    assert body == {
+        "prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
 
 
 def test_several_real_choices_are_refused(completions):
     with pytest.raises(PayloadError, match="2 choices"):
-        Completions().choice(json.loads(completions["completions_n2"]["text"]))
+        only(Completions().choices(json.loads(completions["completions_n2"]["text"])))
 
 
 def test_the_two_parts_of_vllm_0_21_are_joined():
@@ -70,15 +72,15 @@ def test_the_two_parts_of_vllm_0_21_are_joined():
         "choices": [{"token_ids": [8, 9], "routed_experts": [[[4, 5]]]}],
     }
     form = VllmGenerate()
-    routes = form.routed_experts(payload, form.choice(payload))
+    routes = form.routed_experts(payload, only(form.choices(payload)))
     assert routes.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]]]
     payload["choices"][0] |= {"token_ids": [8], "routed_experts": None}
-    assert form.routed_experts(payload, form.choice(payload)).tolist() == [[[0, 1]], [[2, 3]]]
+    assert form.routed_experts(payload, only(form.choices(payload))).tolist() == [[[0, 1]], [[2, 3]]]
 
 
 def test_an_sglang_answer():
     form = SglangGenerate(LAYOUT)
-    meta = form.choice(SGLANG)
+    meta = only(form.choices(SGLANG))
     chunk = form.chunk(meta)
     assert (chunk.token_ids, chunk.logprobs) == ([11, 12], [-0.25, -1.5])
     assert form.finish_reason(meta) == "length"
@@ -105,7 +107,7 @@ def test_malformed_sglang_tokens_are_refused(entries):
 
 def test_an_answer_of_another_kind_of_server_is_refused():
     with pytest.raises(PayloadError, match="no meta_info"):
-        SglangGenerate(None).choice({"choices": []})
+        SglangGenerate(None).choices({"choices": []})
 
 
 def test_logprobs_that_are_missing_or_not_finite_become_the_floor():
@@ -131,3 +133,100 @@ def test_logprobs_that_are_missing_or_not_finite_become_the_floor():
 def test_malformed_choices_are_refused(choice, form):
     with pytest.raises(PayloadError):
         form.chunk(choice)
+
+
+@pytest.fixture
+def more():
+    """Real answers of vLLM 0.30 to chats, n = 2, start offsets and prompt logprobs."""
+    return json.loads((FIXTURES / "vllm_0_30_forms.json").read_text())
+
+
+def test_a_real_chat(more):
+    payload = json.loads(more["chat"]["text"])
+    form, choice = Chat(), only(payload["choices"])
+    assert form.chunk(choice).token_ids == [199, 33, 2682, 261]
+    # What /tokenize made of the same messages.
+    assert form.prompt_token_ids(payload, choice) == json.loads(more["tokenize_chat"]["text"])["tokens"]
+    assert form.routed_experts(payload, choice).shape == (5 + 4 - 1, 8, 2)
+    top = form.top_logprobs(choice)
+    assert [list(entry) for entry in top] == [[199, 3], [33, 35], [2682, 1074], [261, 288]]
+    assert top[0][3] == -2.798464059829712
+
+
+def test_a_chat_asks_in_openais_names():
+    messages = [{"role": "user", "content": "Hi"}]
+    body = Chat().body(messages, {"max_tokens": 3, "logprobs": 2}, routed_experts=True, start=4)
+    assert body == {
+        "messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True,
+        "return_tokens_as_token_ids": True, "routed_experts_prompt_start": 4,
+    }  # fmt: skip
+
+
+def test_real_alternatives_are_the_same_on_both_routes(more, completions):
+    payload = json.loads(completions["completions"]["text"])
+    top = Completions().top_logprobs(only(payload["choices"]))
+    # Greedy, so each token generated is its most probable one; the values are those that the server sent.
+    assert top[0] == {82: -2.979142665863037, 68: -3.166642665863037}
+    assert [max(entry, key=entry.get) for entry in top] == [82, 278, 83, 12]
+    native = json.loads(more["generate_prompt_logprobs"]["text"])
+    assert VllmGenerate().top_logprobs(only(native["choices"])) == top[:2]
+
+
+def test_real_prompt_logprobs(more):
+    payload = json.loads(more["generate_prompt_logprobs"]["text"])
+    found = VllmGenerate().prompt_logprobs(payload, only(payload["choices"]))
+    assert found == [
+        {},
+        {200: -22.064401626586914, 8: -2.0019009113311768},
+        {901: -7.891770362854004, 12: -2.774583101272583},
+        {33: -9.081781387329102, 330: -3.0036566257476807},
+    ]
+
+
+def test_what_is_not_finite_is_floored_everywhere():
+    choice = {
+        "logprobs": {"content": [{"top_logprobs": [{"token": "token_id:3", "logprob": float("-inf")}]}]}
+    }
+    assert VllmGenerate().top_logprobs(choice) == [{3: -9999.0}]
+    payload = {"prompt_logprobs": [None, {"3": {"logprob": None}}]}
+    assert VllmGenerate().prompt_logprobs(payload, {}) == [{}, {3: -9999.0}]
+
+
+@pytest.mark.parametrize("token", ["the", "token_id:x", "token_id:", 7, None])
+def test_a_token_that_is_not_named_by_its_id_is_refused(token):
+    choice = {"logprobs": {"content": [{"top_logprobs": [{"token": token, "logprob": -1.0}]}]}}
+    with pytest.raises(PayloadError, match="token_id:"):
+        VllmGenerate().top_logprobs(choice)
+
+
+def test_sglangs_alternatives_prompt_and_stop():
+    """By hand from SGLang's documentation of `/generate` with logprob_start_len=0."""
+    meta = {
+        "finish_reason": {"type": "stop", "matched": "\n"},
+        "output_token_logprobs": [[-0.5, 11, None]],
+        "output_top_logprobs": [[[-0.25, 12, None], [-0.5, 11, None]]],
+        "input_token_logprobs": [[None, 5, None], [-3.0, 6, None]],
+        "input_top_logprobs": [None, [[-1.0, 7, None]]],
+    }
+    form = SglangGenerate(LAYOUT)
+    assert form.top_logprobs(meta) == [{11: -0.5, 12: -0.25}]
+    assert form.prompt_logprobs({}, meta) == [{}, {6: -3.0, 7: -1.0}]
+    assert form.stop_match(meta) == "\n"
+    body = form.body([1], {"prompt_logprobs": 1}, routed_experts=True, start=3)
+    assert (body["logprob_start_len"], body["top_logprobs_num"], body["routed_experts_start_len"]) == (
+        0,
+        1,
+        3,
+    )
+
+
+@pytest.mark.parametrize("form", [Completions, Chat])
+def test_routes_in_sgl_ext_are_shaped_by_the_layout(form):
+    encoded = SGLANG["meta_info"]["routed_experts"]
+    choice = {"index": 0, "sgl_ext": {"routed_experts": encoded}}
+    assert form(LAYOUT).routed_experts({}, choice).tolist() == SGLANG_ROUTES
+    assert form(LAYOUT).routed_experts({}, {"sgl_ext": None}) is None
+    with pytest.raises(PayloadError, match="the model's layout is needed"):
+        form().routed_experts({}, choice)
+    with pytest.raises(PayloadError, match="no whole number of rows"):
+        form(LAYOUT).routed_experts({}, {"sgl_ext": {"routed_experts": encoded[:-4]}})

@@ -4,6 +4,7 @@ RTK_FUZZ_EXAMPLES=5000 runs longer, with new random examples each time; see benc
 """
 
 import base64
+import contextlib
 import copy
 import io
 import json
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from rtk import ModelLayout
 from rtk.errors import PayloadError
 from rtk.wire import body, routes
-from rtk.wire.forms import Completions, SglangGenerate, VllmGenerate
+from rtk.wire.forms import Chat, Completions, SglangGenerate, VllmGenerate, only
 
 LONGER = "RTK_FUZZ_EXAMPLES" in os.environ
 fuzz = settings(
@@ -47,6 +48,7 @@ def real_answers():
     """One answer of each form; vLLM's as they came over the wire, SkyRL's and SGLang's as documented."""
     generate = json.loads((FIXTURES / "vllm_0_30_generate.json").read_text())
     completions = json.loads((FIXTURES / "vllm_0_30_completions.json").read_text())
+    more = json.loads((FIXTURES / "vllm_0_30_forms.json").read_text())
     plain = json.loads(generate["plain"]["text"])
     buffer = base64.b64encode(ROUTES.tobytes()).decode()
     skyrl, split = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -63,12 +65,18 @@ def real_answers():
             "routed_experts": buffer,
         },
     }
+    sgl_ext = json.loads(completions["completions"]["text"])
+    del sgl_ext["choices"][0]["routed_experts"]
+    sgl_ext["choices"][0]["sgl_ext"] = {"routed_experts": buffer}
     return [
         (VllmGenerate(), plain),
         (VllmGenerate(), json.loads(last_event)),
         (VllmGenerate(), skyrl),
         (VllmGenerate(), split),
         (Completions(), json.loads(completions["completions"]["text"])),
+        (Chat(), json.loads(more["chat"]["text"])),
+        (VllmGenerate(), json.loads(more["generate_prompt_logprobs"]["text"])),
+        (Completions(LAYOUT), sgl_ext),
         (SglangGenerate(LAYOUT), sglang),
     ]
 
@@ -79,7 +87,7 @@ reals = st.sampled_from(REAL)
 
 def read(form, payload):
     """All that a client takes from an answer."""
-    choice = form.choice(payload)
+    choice = only(form.choices(payload))
     chunk = form.chunk(choice)
     assert all(type(token) is int for token in chunk.token_ids)
     if chunk.logprobs is not None:
@@ -88,6 +96,14 @@ def read(form, payload):
     reason = form.finish_reason(choice)
     assert reason is None or isinstance(reason, str)
     form.request_id(payload)
+    assert isinstance(form.stop_match(choice), str | int | None)
+    tokens = form.prompt_token_ids(payload, choice)
+    assert tokens is None or all(type(token) is int for token in tokens)
+    alternatives = form.prompt_logprobs(payload, choice) or []
+    with contextlib.suppress(PayloadError):  # only asked for where there are some
+        alternatives = alternatives + form.top_logprobs(choice)
+    for entry in alternatives:
+        assert all(type(token) is int and math.isfinite(value) for token, value in entry.items())
     decoded = form.routed_experts(payload, choice)
     if decoded is not None:
         assert decoded.ndim == 3 and decoded.dtype.kind in "iu"
