@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
@@ -137,12 +138,25 @@ class RemoteInferenceGenerator:
         """Generate n sequences from one prompt, in one request. Arguments and errors are those of `generate`.
 
         A chunk says by its `index` which sequence it belongs to. vLLM 0.30's generate route fails with an error of
-        its own in mid-stream for n > 1; whole, it answers.
+        its own in mid-stream for n > 1; whole, it answers. SGLang is sent n requests, with seed + i where there is a
+        seed, as vLLM seeds them.
         """
         if on_chunk is not None and not self.can_stream(routed_experts):
             raise ValueError(
                 f"server={self.server!r} cannot stream this: vLLM's completions send no routes in a stream, and "
                 "SGLang's streams are not read here. Leave out on_chunk"
+            )
+        if self.server == "sglang" and n > 1:
+            return await self._each_alone(
+                token_ids,
+                sampling_params,
+                n,
+                routed_experts=routed_experts,
+                routed_experts_start=routed_experts_start,
+                session_id=session_id,
+                cache_salt=cache_salt,
+                features=features,
+                model=model,
             )
         form = self._form(routed_experts)
         if features is not None and self.server in ("sglang", "completions"):
@@ -209,6 +223,17 @@ class RemoteInferenceGenerator:
             extras={"model": model or self.model_name, "cache_salt": cache_salt},
             on_chunk=on_chunk,
         )
+
+    async def _each_alone(
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], n: int, **options: Any
+    ) -> list[RemoteGenerateResult]:
+        """SGLang answers n > 1 with a list, of which one damaged member would cost all."""
+        seed = sampling_params.get("seed")
+        each = [
+            sampling_params if seed is None else {**sampling_params, "seed": seed + index}
+            for index in range(n)
+        ]
+        return await asyncio.gather(*(self.generate(token_ids, params, **options) for params in each))
 
     def can_stream(self, routed_experts: bool) -> bool:
         """Whether `generate` takes on_chunk, with routes or without."""

@@ -58,6 +58,20 @@ class TestSeveralSequences:
         assert all(result.routed_experts.shape == (4 + 3 - 1, 8, 2) for result in results)
         assert stub.bodies[0].get("n", stub.bodies[0].get("sampling_params", {}).get("n")) == 2
 
+    def test_sglang_is_sent_one_request_each(self):
+        def answer(token):
+            meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, token, None]]}
+            return text(json.dumps({"meta_info": meta}))
+
+        async def run():
+            async with serving(answer(8), answer(9)) as stub:
+                async with RemoteInferenceGenerator(stub.url, server="sglang") as generator:
+                    return await generator.generate_n([1], {"seed": 5}, n=2), stub.bodies
+
+        results, bodies = asyncio.run(run())
+        assert sorted(result.token_ids for result in results) == [[8], [9]]
+        assert sorted(body["sampling_params"]["sampling_seed"] for body in bodies) == [5, 6]
+
     def test_streamed_each_chunk_says_whose_it_is(self):
         def event(index, token, reason=None):
             choice = {"index": index, "token_ids": [token], "logprobs": None, "finish_reason": reason}
