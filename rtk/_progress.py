@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-if TYPE_CHECKING:
-    from rtk.many import ManySamples
+from rtk.many import ManySamples, SampleFailure
+from rtk.sample import Sample
 
 
 class Progress:
@@ -17,18 +18,28 @@ class Progress:
 
     Args:
         result: what it fills.
+        on_sample: called with each sample or failure; None calls nothing.
         shown: whether to show anything.
     """
 
-    def __init__(self, result: ManySamples, *, shown: bool) -> None:
+    def __init__(
+        self,
+        result: ManySamples,
+        on_sample: Callable[[Sample | SampleFailure], None] | None,
+        *,
+        shown: bool,
+    ) -> None:
         self._result = result
+        self._on_sample = on_sample
         self._bar: Any = tqdm(total=result.wanted, initial=len(result), unit="sample", disable=not shown)
 
-    def advance(self) -> None:
+    def advance(self, ended: Sample | SampleFailure) -> None:
         """One sample more has come, or has failed."""
         if self._result.failures:
             self._bar.set_postfix(failed=len(self._result.failures), refresh=False)
         self._bar.update()
+        if self._on_sample is not None:
+            self._on_sample(ended)
 
     def __enter__(self) -> Self:
         return self

@@ -164,14 +164,8 @@ class Session:
         relay: loops.Relay[Sample | SampleFailure] = loops.Relay()
         result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
         work = run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=relay.send)
-        with Progress(result, shown=progress) as bar:
-
-            def on_event(ended: Sample | SampleFailure) -> None:
-                bar.advance()
-                if on_sample is not None:
-                    on_sample(ended)
-
-            relay.run(loops.background, work, on_event)
+        with Progress(result, on_sample, shown=progress) as bar:
+            relay.run(loops.background, work, bar.advance)
         self.unfinished = None
         return result
 
@@ -191,18 +185,11 @@ class Session:
     ) -> ManySamples:
         """As `sample_many`, awaitable. on_sample is called on the awaiting loop, whose handler gets what it raises."""
         result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
-        with Progress(result, shown=progress) as bar:
-
-            def on_event(ended: Sample | SampleFailure) -> None:
-                bar.advance()
-                if on_sample is not None:
-                    on_sample(ended)
-
-            send = _on_this_loop(on_event)
+        with Progress(result, on_sample, shown=progress) as bar:
+            send = _on_this_loop(bar.advance)
             await loops.background.arun(
                 run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=send)
             )
-            await asyncio.sleep(0)  # the last events, which were handed over before the work ended
         self.unfinished = None
         return result
 
