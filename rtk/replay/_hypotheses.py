@@ -114,7 +114,8 @@ def _wrapped(trial: Trial) -> Iterator[Hypothesis]:
     for i, number in enumerate(sides.layer_numbers):
         if number in sides.layers:
             ours, theirs = sides.observed[i], sides.layers[number][sides.there]
-            same[i] = (keys(ours % 256) == keys(theirs % 256)) & sides.compared
+            # A bit mask, since NumPy takes no 256 beside ids that came as uint8.
+            same[i] = (keys(ours & 255) == keys(theirs & 255)) & sides.compared
     one_sided = max(int(ids.max(initial=0)) for ids in sides.observed) < 256 or (
         max(int(ids.max(initial=0)) for ids in sides.layers.values()) < 256
     )

@@ -11,6 +11,8 @@ from rtk.replay._sides import Ids
 
 # An id that occurs once is matched by accident to any of the top-k ids beside it.
 _SUPPORT = 2
+# More than any model has experts, copies included; a table of all pairs of ids has to fit into memory.
+_MAX_IDS = 4096
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ def relabelling(observed: Ids, expected: Ids) -> Relabelling | None:
 
     Returns:
         the better direction (physical ids may be on either side); None where fewer than half of the held-out
-        ids were seen often enough.
+        ids were seen often enough, or some are no expert's at all.
     """
+    if any(ids.size and (ids.min() < 0 or ids.max() >= _MAX_IDS) for ids in (observed, expected)):
+        return None
     directions = [_held_out(observed, expected), _held_out(expected, observed)]
     fits = [fit for fit in directions if fit is not None]
     return max(fits, key=lambda fit: fit.after) if fits else None

@@ -80,6 +80,12 @@ def check(
             raise ShardError(
                 f"the shard is of a model with {shard.layout}, the trace of one with {trace.layout}"
             )
+    if not 0 <= min_agreement <= 1:
+        raise ShardError(f"min_agreement is {min_agreement}; it is a share, from 0 to 1")
+    if recorded is not None and not isinstance(recorded, Mapping):
+        raise ShardError(
+            f"recorded is a {type(recorded).__name__}; it maps layer numbers to ids, as rtk.replay.megatron.recording does"
+        )
     if not any(trace.rows for trace in several):
         raise TraceError(
             "the traces have no row of routes, so there is nothing to check: each is a single token, never forwarded"
@@ -94,7 +100,7 @@ def check(
     if tensors is None:
         expanded = expand(several, shard, batch=batch, mtp_routes=mtp_routes)
         tensors = expanded.tensors + expanded.mtp_tensors
-    arrays = [np.asarray(tensor) for tensor in tensors]
+    arrays = [_array(tensor, f"tensors[{place}]") for place, tensor in enumerate(tensors)]
     rows = len(place.token) if tokens is None else tokens
     findings = list(_alone(several, shard, place, live, tuple(mtp), arrays, rows, groups))
     task = _Task(
@@ -231,7 +237,7 @@ class _Task:
         )  # fmt: skip
 
     def _record(self, number: int, ids: npt.ArrayLike) -> Ids:
-        array = np.asarray(ids)
+        array = _array(ids, f"recorded[{number}]")
         wanted = (len(self.place.token), self.shard.layout.top_k)
         if array.shape != wanted or array.dtype.kind not in "iu":
             raise ShardError(
@@ -273,6 +279,13 @@ def _mtp_layers(
     }
 
 
+def _array(ids: npt.ArrayLike, name: str) -> Ids:
+    try:
+        return np.asarray(ids)
+    except ValueError as error:
+        raise ShardError(f"{name} is no array [rows, top_k]: {error}") from error
+
+
 def _layers(traces: Sequence[RouteTrace]) -> dict[int, Ids]:
     return {
         layer + 1: np.concatenate([trace.routed_experts[:, layer] for trace in traces])
@@ -281,7 +294,10 @@ def _layers(traces: Sequence[RouteTrace]) -> dict[int, Ids]:
 
 
 def _valid_groups(groups: tuple[int, int], layout: ModelLayout) -> tuple[int, int]:
-    number, used = groups
+    try:
+        number, used = groups
+    except TypeError as error:
+        raise ShardError(f"groups={groups!r}; it is (number of groups, groups that a row may use)") from error
     if number < 1 or layout.num_experts % number or not 1 <= used <= number:
         raise ShardError(
             f"groups={groups}: {layout.num_experts} experts do not divide into {number} groups of which {used} are used"

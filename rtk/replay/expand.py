@@ -79,6 +79,8 @@ def expand(
             raise ShardError(
                 f"the shard is of a model with {shard.layout}, the trace of one with {trace.layout}"
             )
+    if isinstance(batch, Batch):
+        _same_traces(batch, several)
     here = (batch or Batch.packed(several)).local(shard)
     routed = _routed(several, here)
     places = list(_places(here, routed, len(several)))
@@ -136,6 +138,18 @@ def padding_rule(shard: Shard) -> str:
         f"{layout.num_experts // shard.expert_size} experts, beginning with rank {shard.expert_rank}; an equal share "
         "for each rank, give or take one slot"
     )
+
+
+def _same_traces(batch: Batch, traces: Sequence[RouteTrace]) -> None:
+    """A batch of more traces is found out by `_routed`; one of fewer would leave some unchecked."""
+    missing = {number for number, trace in enumerate(traces) if trace.rows} - set(
+        np.unique(batch.sample).tolist()
+    )
+    if missing:
+        raise ShardError(
+            f"the batch holds no token of trace {min(missing)} of {len(traces)}: make it of the same traces, in the same "
+            "order"
+        )
 
 
 def _routed(traces: Sequence[RouteTrace], here: LocalTokens) -> npt.NDArray[np.bool_]:

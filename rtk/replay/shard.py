@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +73,13 @@ class Shard:
     expert_rank: int = 0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                try:
+                    object.__setattr__(self, field.name, operator.index(value))
+                except TypeError as error:
+                    raise ShardError(f"{field.name} is {value!r}; it is a whole number") from error
         for kind in ("pipeline", "tensor", "context", "expert"):
             size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
             if size < 1:

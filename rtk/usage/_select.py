@@ -25,7 +25,7 @@ def as_traces(traces: RouteTrace | Iterable[RouteTrace]) -> list[RouteTrace]:
     """
     several = [traces] if isinstance(traces, RouteTrace) else list(traces)
     if not several:
-        raise TraceError("there are no traces to count")
+        raise TraceError("no traces were given")
     for trace in several:
         if not isinstance(trace, RouteTrace):
             raise TraceError(

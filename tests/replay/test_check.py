@@ -5,7 +5,7 @@ import pytest
 
 from rtk import ModelLayout, RouteTrace
 from rtk.errors import ShardError, TraceError
-from rtk.replay import Shard, check, expand
+from rtk.replay import Batch, Shard, check, expand
 
 LAYOUT = ModelLayout(num_layers=8, moe_layers=(1, 2, 3, 4, 5, 6, 7), num_experts=16, top_k=2)
 STAGE_0, STAGE_1 = Shard(LAYOUT, 2, 0), Shard(LAYOUT, 2, 1)
@@ -303,6 +303,37 @@ class TestMtpRoutes:
         assert "4 tensors for 6 routers" in found["router count"][1]
         with pytest.raises(ShardError, match="mtp_routes are"):
             check(clean, self.SHARD, mtp_routes=[mtp[:, :1]])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensors": [[[1, 2], [3]]]}, r"tensors\[0\] is no array"),
+        ({"recorded": [1]}, "recorded is a list; it maps layer numbers"),
+        ({"min_agreement": 75}, "min_agreement is 75; it is a share"),
+        ({"groups": 4}, "groups=4; it is"),
+    ],
+)
+def test_what_makes_no_sense_is_said(clean, options, words):
+    with pytest.raises(ShardError, match=words):
+        check(clean, STAGE_1, **options)
+
+
+def test_a_batch_of_fewer_traces_is_refused(clean):
+    with pytest.raises(ShardError, match="no token of trace 1 of 2"):
+        check([clean, clean], STAGE_1, batch=Batch.packed([clean]))
+
+
+@pytest.mark.parametrize("ids", [[2**40, 3], [-1, -1], [-1, 3], [300, 3]])
+def test_ids_that_are_no_experts_are_a_finding(clean, ids):
+    for tensors in ([np.full((30, 2), ids)] * 4, [t.copy() for t in expand(clean, STAGE_1).tensors]):
+        if tensors[0][0].tolist() != ids:
+            tensors[0].setflags(write=True)
+            tensors[0] = tensors[0].astype(np.int64)
+            tensors[0][-3:] = ids  # padding of a trainer's own, say
+        report = check(clean, STAGE_1, tensors=tensors)
+        assert failures(report)["expert range"][0] == 5
+        report.to_json()
 
 
 def test_nothing_to_check_is_said(clean):

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 
 from rtk import ModelLayout
@@ -207,3 +208,13 @@ def test_impossible_shards_are_refused(settings, named):
 def test_layout_strings_that_megatron_would_not_take(text, named):
     with pytest.raises(ShardError, match=named):
         Shard(EIGHT, pipeline_size=2, pipeline_layout=text, mtp_layers=2 if "m" in text else 0)
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, None])
+def test_sizes_are_whole_numbers(value):
+    with pytest.raises(ShardError, match=f"pipeline_size is {value!r}; it is a whole number"):
+        of(4, pipeline_size=value)
+
+
+def test_numpys_whole_numbers_are_taken():
+    assert of(4, pipeline_size=np.int64(2)) == of(4, pipeline_size=2)
