@@ -31,6 +31,10 @@ def plain(prompt: Prompt, index: int | None = None) -> PlainPrompt:
     """
     name = "the prompt" if index is None else f"prompt {index}"
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"{name} is no text that UTF-8 can write: {error}", index=index) from error
         return prompt
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
         raise PromptError(f"{name} is a {type(prompt).__name__}; it must be {_FORMS}", index=index)

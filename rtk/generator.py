@@ -11,6 +11,7 @@ from rtk._reading import Reading
 from rtk.errors import LayoutError
 from rtk.layout import ModelLayout
 from rtk.result import GenerateChunk, RemoteGenerateResult
+from rtk.sampling import check_finite
 from rtk.transport import RetryPolicy, Timeouts, Transport, Verify
 from rtk.wire import forms
 
@@ -269,6 +270,7 @@ class RemoteInferenceGenerator:
     ) -> list[RemoteGenerateResult]:
         if n < 1 or start < 0:
             raise ValueError(f"n is {n} and routed_experts_start {start}; they are at least 1 and 0")
+        check_finite(sampling_params)
         params = {**sampling_params, "n": n} if n > 1 else sampling_params
         body = form.body(prompt, params, routed_experts=routed_experts, start=start)
         # Servers reject some of these as null, so what is not set is not sent.

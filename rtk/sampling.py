@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
@@ -60,16 +61,25 @@ def settings(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: a name is not one of SamplingParams', or a value is no JSON value.
+        ValueError: a number is not finite.
     """
     unknown = sorted(set(params) - set(_DEFAULTS))
     if unknown:
         raise TypeError(f"{unknown[0]!r} is no sampling parameter; there are {', '.join(_DEFAULTS)}")
     given = {name: value for name, value in {**_DEFAULTS, **params}.items() if value is not None}
+    check_finite(given)
     try:
         plain: dict[str, Any] = orjson.loads(body.dumps(given))  # numpy's numbers become Python's
     except TypeError as error:
         raise TypeError(f"the sampling parameters hold what is no JSON value: {error}") from error
     return {**plain, "logprobs": 0}
+
+
+def check_finite(params: Mapping[str, Any]) -> None:
+    """Raise ValueError where a parameter is NaN or infinite, which JSON would turn into null without a word."""
+    for name, value in params.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, which is no number that a server takes")
 
 
 def in_signature(function: Callable[P, T]) -> Callable[P, T]:

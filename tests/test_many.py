@@ -136,6 +136,7 @@ def test_a_prompt_is_tokenized_once_and_concurrency_is_kept(vllm_answers):
     ("prompts", "index", "words"),
     [
         ("a", None, "takes a list of prompts, not a single str"),
+        (["a", "\ud800"], 1, "prompt 1 is no text that UTF-8 can write"),
         (["a", 7], 1, "prompt 1 is a int; it must be a text, a list of token ids, or"),
         (["a", [1.5]], 1, "prompt 1 is a list of float"),
         ([b"a"], 0, "prompt 0 is a bytes"),
@@ -166,6 +167,15 @@ def test_parameters_are_named_in_the_signature_and_no_others_are_taken(session, 
     with pytest.raises(TypeError, match="'temprature' is no sampling parameter; there are max_tokens"):
         called = getattr(session, call)(["a"], temprature=1)
         asyncio.run(called)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float64("nan")])
+def test_a_parameter_that_is_no_number_is_refused(session, value):
+    """JSON would have it as null, and the server would take its own default."""
+    with pytest.raises(ValueError, match=r"temperature is (nan|inf)"):
+        session.sample("a", temperature=value)
+    with pytest.raises(ValueError, match=r"temperature is (nan|inf)"):
+        asyncio.run(session._generator.generate([1], {"temperature": value}))
 
 
 def test_stop_and_penalties_reach_the_server(vllm_answers):

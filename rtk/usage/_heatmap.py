@@ -9,7 +9,7 @@ import numpy as np
 
 from rtk.trace import RouteTrace
 from rtk.usage._load import counts, relative_load
-from rtk.usage._select import Span, as_traces, layer_numbers
+from rtk.usage._select import Span, as_groups, as_traces, layer_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,21 +76,22 @@ def heatmaps(groups: Mapping[str, Sequence[RouteTrace]]) -> Figure:
         a Figure of its own, not pyplot's current one; a notebook shows it, `savefig` writes it.
 
     Raises:
-        TraceError: as `counts`.
+        TraceError: as `counts`; or groups is no mapping, or of several models.
     """
     from matplotlib.figure import Figure
 
-    layout = next(iter(groups.values()))[0].layout
-    peak = max(float(relative_load(counts(traces)).max()) for traces in groups.values())
-    columns = 2 if len(groups) > 1 else 1
-    lines = -(-len(groups) // columns)
+    several = as_groups(groups)
+    layout = next(iter(several.values()))[0].layout
+    peak = max(float(relative_load(counts(traces)).max()) for traces in several.values())
+    columns = 2 if len(several) > 1 else 1
+    lines = -(-len(several) // columns)
     width = columns * min(14.0, 1.5 + 0.3 * layout.num_experts)
     height = lines * (1.1 + 0.3 * len(layout.moe_layers))
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
-    for ax, (name, traces) in zip(axes, groups.items(), strict=False):
+    for ax, (name, traces) in zip(axes, several.items(), strict=False):
         heatmap(traces, ax=ax, title=f"{name} ({len(traces)} prompts)")
         ax.collections[0].set_clim(0, peak)
-    for ax in axes[len(groups) :]:
+    for ax in axes[len(several) :]:
         ax.remove()
     return figure

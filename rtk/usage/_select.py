@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +33,21 @@ def as_traces(traces: RouteTrace | Iterable[RouteTrace]) -> list[RouteTrace]:
             )
         if trace.layout != several[0].layout:
             raise TraceError(f"the traces are of different models: {several[0].layout} and {trace.layout}")
+    return several
+
+
+def as_groups(groups: Mapping[str, RouteTrace | Iterable[RouteTrace]]) -> dict[str, list[RouteTrace]]:
+    """Named groups of traces, all of the same model.
+
+    Raises:
+        TraceError: groups is no mapping of at least one name, a group is empty, or they differ in their layout.
+    """
+    if not isinstance(groups, Mapping):
+        raise TraceError(
+            f'groups is a {type(groups).__name__}; it maps names to traces, {{"code": codes, "prose": proses}}'
+        )
+    several = {name: as_traces(traces) for name, traces in groups.items()}
+    as_traces([trace for traces in several.values() for trace in traces])
     return several
 
 

@@ -12,7 +12,17 @@ import numpy.typing as npt
 from rtk import _bootstrap
 from rtk.errors import SmallSampleWarning, TraceError
 from rtk.trace import RouteTrace
-from rtk.usage._select import Rows, Span, as_traces, chosen, layer_counts, layer_numbers, rows_of, slots
+from rtk.usage._select import (
+    Rows,
+    Span,
+    as_groups,
+    as_traces,
+    chosen,
+    layer_counts,
+    layer_numbers,
+    rows_of,
+    slots,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,8 +69,8 @@ def domain_specialization(
     """
     import pandas as pd
 
-    several = {name: as_traces(traces) for name, traces in groups.items()}
-    layout = as_traces([trace for traces in several.values() for trace in traces])[0].layout
+    several = as_groups(groups)
+    layout = next(iter(several.values()))[0].layout
     shown, width = layer_numbers(layout, layers), slots(layout, top_k)
     frames = {}
     for name, traces in several.items():

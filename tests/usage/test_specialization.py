@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from rtk import usage
+from rtk import ModelLayout, RouteTrace, usage
 from rtk.errors import SmallSampleWarning, TraceError
 
 
@@ -129,3 +129,12 @@ def test_what_is_no_kind_of_token_is_named(trace):
         usage.vocabulary_specialization(trace, token="output")
     with pytest.raises(TraceError, match="min_count 0"):
         usage.vocabulary_specialization(trace, min_count=0)
+
+
+def test_groups_are_named():
+    trace = RouteTrace([1, 2], ("x", "x"), 1, np.zeros((1, 1, 1), np.uint8), ModelLayout(1, (0,), 4, 1))
+    for call in (usage.domain_specialization, usage.heatmaps):
+        with pytest.raises(TraceError, match="groups is a RouteTrace; it maps names to traces"):
+            call(trace)
+        with pytest.raises(TraceError, match="no traces were given"):
+            call({})
