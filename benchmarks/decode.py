@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from rtk.wire import body, routes
+from rtk.client import body, routed_experts
 
 SHAPE = (32768, 94, 8)
 ROUNDS = 9
@@ -39,7 +39,7 @@ def nested(raw: bytes, loads: Callable[[bytes], dict]) -> np.ndarray:
 
 
 def with_rtk(raw: bytes) -> np.ndarray:
-    return routes.decode(body.parse(raw)["choices"][0]["routed_experts"])
+    return routed_experts.decode(body.parse(raw)["choices"][0]["routed_experts"])
 
 
 def floor(raw: bytes) -> np.ndarray:

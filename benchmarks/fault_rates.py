@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rtk import ModelLayout, RouteTrace, compare
 from rtk.errors import ShardError
 from rtk.replay import Batch, ReplayReport, Shard, check, expand, faults
-from rtk.replay._simulated import other_engine, simulate
+from rtk.replay.faults.simulated_model import other_engine, simulate
 
 
 def shape(rng: np.random.Generator) -> tuple[ModelLayout, list[tuple[int, int]]]:

@@ -15,7 +15,7 @@ TIMEOUT_S = 3600
 def main() -> None:
     examples = sys.argv[1] if len(sys.argv) > 1 else "20000"
     seed = sys.argv[2] if len(sys.argv) > 2 else str(time.time_ns() % 10**6)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/wire/test_fuzz.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/client/test_fuzz.py"]
     begin = time.perf_counter()
     run = subprocess.run(
         [*command, f"--hypothesis-seed={seed}", "--hypothesis-show-statistics"],

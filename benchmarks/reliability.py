@@ -22,10 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rtk
-from rtk import RemoteGenerateResult, RemoteInferenceGenerator, RetryPolicy, plausible
+from rtk import RemoteGenerateResult, RemoteInferenceGenerator, RetryPolicy
 from rtk.errors import RtkError
-from tests.faults.oracle import LAYOUT, answering, truth
-from tests.faults.proxy import DAMAGED, HARMLESS, TURNED_AWAY, Record, proxying, script
+from rtk.trace import plausible
+from tests.reliability.oracle import LAYOUT, answering, truth
+from tests.reliability.proxy import DAMAGED, HARMLESS, TURNED_AWAY, Record, proxying, script
 
 MAX_TOKENS = 16
 PARAMS = {"max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 0}

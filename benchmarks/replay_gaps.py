@@ -14,8 +14,9 @@ import argparse
 import numpy as np
 
 import rtk
-from rtk import RouteTrace, _shipped
+from rtk import RouteTrace
 from rtk.replay import StageResult, verify
+from rtk.serve import shipped
 
 LAYOUTS = {
     "one rank": {"pipeline_size": 1},
@@ -31,7 +32,7 @@ def rollout(url: str, max_tokens: int) -> list[RouteTrace]:
     with rtk.connect(url) as session:
         return [
             session.sample(text, max_tokens=max_tokens, temperature=0.8, seed=seed).trace
-            for texts in _shipped.prompts().values()
+            for texts in shipped.prompts().values()
             for seed, text in enumerate(texts)
         ]
 
@@ -58,7 +59,7 @@ def table(traces: list[RouteTrace]) -> None:
     print("| layout | ranks | lowest agreement of a layer | replay honoured | gap by itself | gap replayed |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, sizes in LAYOUTS.items():
-        results = verify(_shipped.find("tiny_moe"), traces, timeout_s=600, **sizes)
+        results = verify(shipped.find("tiny_moe"), traces, timeout_s=600, **sizes)
         print(row(name, results, traces), flush=True)
 
 

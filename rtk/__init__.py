@@ -12,20 +12,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rtk import compare, errors, replay, serve, usage
-from rtk.layout import ModelLayout
+from rtk.client.result import GenerateChunk, RemoteGenerateResult
+from rtk.layout.model_layout import ModelLayout
 from rtk.loops import allow_nested_loops
-from rtk.result import GenerateChunk, RemoteGenerateResult
-from rtk.trace import RouteTrace, load_traces, save_traces
+from rtk.trace.route_trace import RouteTrace, load_traces, save_traces
 
 if TYPE_CHECKING:
     from rtk import widgets
-    from rtk.client import RemoteInferenceClient
-    from rtk.generator import RemoteInferenceGenerator
-    from rtk.many import ManySamples, SampleFailure
-    from rtk.sample import Sample
-    from rtk.samples import read_samples
-    from rtk.session import Session, connect
-    from rtk.transport import RetryPolicy, Timeouts
+    from rtk.client.generator import RemoteInferenceGenerator
+    from rtk.client.transport import RetryPolicy, Timeouts
+    from rtk.fleet.client import RemoteInferenceClient
+    from rtk.session.many import ManySamples, SampleFailure
+    from rtk.session.sample import Sample
+    from rtk.session.samples_file import read_samples
+    from rtk.session.session import Session, connect
 
 __version__ = "0.1.0"
 
@@ -59,15 +59,15 @@ __all__ = [
 # aiohttp, and with the widgets IPython, take longer to import than all of rtk; who only replays or counts
 # need not wait for them.
 _LATE = {
-    "RemoteInferenceClient": "rtk.client",
-    "RemoteInferenceGenerator": "rtk.generator",
-    "RetryPolicy": "rtk.transport",
-    "Sample": "rtk.sample",
-    "SampleFailure": "rtk.many",
-    "ManySamples": "rtk.many",
-    "read_samples": "rtk.samples",
+    "RemoteInferenceClient": "rtk.fleet",
+    "RemoteInferenceGenerator": "rtk.client.generator",
+    "RetryPolicy": "rtk.client.transport",
+    "Sample": "rtk.session.sample",
+    "SampleFailure": "rtk.session.many",
+    "ManySamples": "rtk.session.many",
+    "read_samples": "rtk.session.samples_file",
     "Session": "rtk.session",
-    "Timeouts": "rtk.transport",
+    "Timeouts": "rtk.client.transport",
     "connect": "rtk.session",
 }
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rtk import _shipped
 from rtk.errors import EmbeddedServerError, RtkError
+from rtk.serve import shipped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +99,7 @@ def _serve(options: argparse.Namespace) -> int:
         raise EmbeddedServerError(f"{error}: the server needs it; pip install 'rtk[embedded]'") from error
 
     run(
-        options.model or _shipped.find("tiny_moe"),
+        options.model or shipped.find("tiny_moe"),
         port=options.port,
         max_model_len=options.max_model_len,
         served_model_name=options.served_model_name,
@@ -111,8 +111,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     """0: nothing failed. 1: a check failed. 2: there was nothing to examine."""
-    from rtk.layout import ModelLayout
-    from rtk.session import connect
+    from rtk.layout.model_layout import ModelLayout
+    from rtk.session.session import connect
 
     try:
         layout = ModelLayout.from_config(options.layout) if options.layout else None
@@ -127,17 +127,17 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _replay_check(options: argparse.Namespace) -> int:
     """0: lined up. 1: not lined up. 2: there was nothing to compare."""
-    from rtk.replay import _layout_file
-    from rtk.trace import load_traces
+    from rtk.replay.layouts import layout_file
+    from rtk.trace.route_trace import load_traces
 
     try:
-        layout = _layout_file.LayoutFile.read(options.layout)
+        layout = layout_file.LayoutFile.read(options.layout)
         reports = list(layout.reports(load_traces(options.trace)))
     except RtkError as error:
         print(f"rtk: {error}", file=sys.stderr)
         return 2
     ok = all(report.ok for _, report in reports)
-    print(_layout_file.as_json(reports) if options.json else _layout_file.as_text(reports))
+    print(layout_file.as_json(reports) if options.json else layout_file.as_text(reports))
     return 0 if ok else 1
 
 

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from rtk import _shipped, report, usage
+from rtk import report, usage
 from rtk.errors import RtkError
 from rtk.replay import ReplayReport, Shard, check
-from rtk.serve import embedded
-from rtk.session import Session, connect
-from rtk.trace import RouteTrace, save_traces
+from rtk.serve import embedded, shipped
+from rtk.session.session import Session, connect
+from rtk.trace.route_trace import RouteTrace, save_traces
 
 _PIPELINE_SIZE = 2
 
@@ -50,7 +50,7 @@ def run(out: Path, *, url: str | None = None) -> int:
 
 def _sample_domains(session: Session) -> dict[str, list[RouteTrace]]:
     groups: dict[str, list[RouteTrace]] = {}
-    for domain, texts in _shipped.prompts().items():
+    for domain, texts in shipped.prompts().items():
         begin = time.monotonic()
         groups[domain] = []
         for seed, text in enumerate(texts):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rtk.many import SampleFailure
+    from rtk.session.many import SampleFailure
 
 
 class RtkError(Exception):

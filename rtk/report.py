@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rtk import usage
 from rtk.replay import ReplayReport
-from rtk.trace import RouteTrace
+from rtk.trace.route_trace import RouteTrace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import rtk
-from rtk import ModelLayout, RouteTrace, _shipped
-
-from . import vllm
+from rtk import ModelLayout, RouteTrace
+from rtk.serve import shipped
+from tests import vllm
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -94,7 +94,7 @@ def embedded_server() -> Iterator[rtk.serve.EmbeddedServer]:
 @pytest.fixture(scope="session")
 def vllm_url() -> Iterator[str]:
     """A real vLLM with the tiny model, one for all tests; see tests/vllm.py."""
-    with vllm.running(_shipped.find("tiny_moe"), *vllm.ROUTES) as url:
+    with vllm.running(shipped.find("tiny_moe"), *vllm.ROUTES) as url:
         yield url
 
 

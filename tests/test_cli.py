@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import rtk
-from rtk import _shipped, cli
+from rtk import cli
+from rtk.serve import shipped
 
 
 def test_the_demo_goes_the_whole_road(embedded_server, tmp_path, capsys):
@@ -22,7 +23,7 @@ def test_the_demo_goes_the_whole_road(embedded_server, tmp_path, capsys):
     assert (tmp_path / "out" / "usage.png").read_bytes().startswith(b"\x89PNG")
     assert "<h2>Samples</h2>" in (tmp_path / "out" / "report.html").read_text()
     traces = rtk.load_traces(tmp_path / "out" / "traces.zip")
-    domains = _shipped.prompts()
+    domains = shipped.prompts()
     assert len(traces) == sum(map(len, domains.values()))
     assert {trace.source["domain"] for trace in traces} == set(domains)
     for trace, text in zip(traces, [text for texts in domains.values() for text in texts], strict=True):

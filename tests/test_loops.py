@@ -8,8 +8,7 @@ import pytest
 from rtk import RemoteInferenceGenerator, loops
 from rtk.errors import LoopError
 from rtk.loops import LoopThread, Relay
-
-from .stub import serving, text
+from tests.stub import serving, text
 
 
 async def thread_name():

@@ -10,15 +10,17 @@ megatron-core.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rtk.replay._verify import StageResult, verify
-from rtk.replay.batch import Batch, LocalTokens, alignment
-from rtk.replay.check import check
-from rtk.replay.expand import ExpandedRoutes, expand
-from rtk.replay.report import Agreement, Finding, Hypothesis, ReplayReport
-from rtk.replay.shard import Shard
+from rtk.replay.checks.check import check
+from rtk.replay.checks.report import Agreement, Finding, Hypothesis, ReplayReport
+from rtk.replay.layouts.batch import Batch, LocalTokens, alignment
+from rtk.replay.layouts.expand import ExpandedRoutes, expand
+from rtk.replay.layouts.shard import Shard
+from rtk.replay.live.verification import StageResult, verify
 
 if TYPE_CHECKING:
-    from rtk.replay._session import session
+    from rtk.replay import faults
+    from rtk.replay.live import megatron
+    from rtk.replay.live.microbatches import session
 
 __all__ = [
     "Agreement",
@@ -33,6 +35,8 @@ __all__ = [
     "alignment",
     "check",
     "expand",
+    "faults",
+    "megatron",
     "session",
     "verify",
 ]
@@ -40,5 +44,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "session":
-        return importlib.import_module("rtk.replay._session").session
+        return importlib.import_module("rtk.replay.live.microbatches").session
+    if name == "megatron":
+        return importlib.import_module("rtk.replay.live.megatron")
+    if name == "faults":
+        return importlib.import_module("rtk.replay.faults")
     raise AttributeError(f"module 'rtk.replay' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,6 +3,6 @@
 It is to vLLM what SQLite is to PostgreSQL: nothing to set up, one user, and true forward passes.
 """
 
-from rtk.serve._embedded import EmbeddedServer, embedded
+from rtk.serve.process import EmbeddedServer, embedded
 
 __all__ = ["EmbeddedServer", "embedded"]

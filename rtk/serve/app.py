@@ -16,12 +16,13 @@ from typing import Any
 from aiohttp import web
 
 from rtk.errors import EmbeddedServerError
-from rtk.serve import _responses
-from rtk.serve._answer import AnswerText, Piece
-from rtk.serve._completion import Completion
-from rtk.serve._errors import ApiError, invalid
-from rtk.serve._http import errors_as_vllm, send_events
-from rtk.serve._requests import (
+from rtk.serve import responses
+from rtk.serve.answer_text import AnswerText, Piece
+from rtk.serve.completion import Completion
+from rtk.serve.engine import Engine, Generation
+from rtk.serve.errors import ApiError, invalid
+from rtk.serve.http import errors_as_vllm, send_events
+from rtk.serve.requests import (
     CompletionRequest,
     GenerateRequest,
     check_model,
@@ -29,8 +30,7 @@ from rtk.serve._requests import (
     parse_generate,
     parse_json,
 )
-from rtk.serve._sampling import flag
-from rtk.serve.engine import Engine, Generation
+from rtk.serve.sampling_params import flag
 
 HOST = "127.0.0.1"
 # The vLLM release whose answers are matched; the suffix keeps anybody from taking this for vLLM.
@@ -77,7 +77,7 @@ class Service:
         return web.json_response({"version": VERSION})
 
     async def _models(self, _: web.Request) -> web.Response:
-        card = _responses.model_card(self._name, self._root, self._engine.max_model_len, self._created)
+        card = responses.model_card(self._name, self._root, self._engine.max_model_len, self._created)
         return web.json_response({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -129,7 +129,7 @@ class Service:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_generate(await self._body(request), self._engine)
-        name = _responses.request_id("generate-tokens")
+        name = responses.request_id("generate-tokens")
         sequences = self._start(wanted)
         if wanted.stream:
             return await send_events(request, self._generate_events(name, wanted, sequences))
@@ -138,12 +138,12 @@ class Service:
             pieces = [piece async for piece in self._pieces(sequence, wanted)]
             choices.append(self._generate_choice(index, sequence, wanted, pieces))
         scores = sequences[0].prompt_logprobs
-        answer = _responses.generate_response(
+        answer = responses.generate_response(
             name,
             self._name,
             choices,
             _counts(wanted, sequences),
-            prompt_logprobs=_responses.prompt_logprobs(self._engine.tokenizer, scores),
+            prompt_logprobs=responses.prompt_logprobs(self._engine.tokenizer, scores),
             prompt_token_ids=wanted.prompts[0] if wanted.return_token_ids else None,
         )
         return web.json_response(answer)
@@ -165,11 +165,11 @@ class Service:
     ) -> dict[str, Any]:
         # In a stream the whole array travels with the last token, as vLLM's does.
         routes = self._routes(sequence, wanted) if pieces[-1].finish_reason else None
-        return _responses.generate_choice(index, pieces, sequence.params.logprobs, routes)
+        return responses.generate_choice(index, pieces, sequence.params.logprobs, routes)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_completion(await self._body(request), self._engine)
-        name = _responses.request_id("cmpl")
+        name = responses.request_id("cmpl")
         sequences = self._start(wanted)
         if wanted.stream:
             return await send_events(request, self._completion_events(name, wanted, sequences))
@@ -179,7 +179,7 @@ class Service:
             completion = Completion(self._engine.tokenizer, wanted, index, sequence)
             choices.append(completion.whole(pieces, self._routes(sequence, wanted)))
         counts = _counts(wanted, sequences)
-        return web.json_response(_responses.completion_response(name, self._name, VERSION, choices, counts))
+        return web.json_response(responses.completion_response(name, self._name, VERSION, choices, counts))
 
     async def _completion_events(
         self, name: str, wanted: CompletionRequest, sequences: list[Generation]
@@ -210,7 +210,7 @@ class Service:
     def _routes(self, sequence: Generation, wanted: GenerateRequest) -> str | None:
         if not self._routed_experts:
             return None
-        return _responses.encode_routes(sequence.routed_experts()[wanted.first_row :])
+        return responses.encode_routes(sequence.routed_experts()[wanted.first_row :])
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         body = parse_json(await request.read())
@@ -219,7 +219,7 @@ class Service:
 
 
 def _counts(wanted: GenerateRequest, sequences: list[Generation]) -> dict[str, int]:
-    return _responses.usage(sum(map(len, wanted.prompts)), sum(len(each.generated) for each in sequences))
+    return responses.usage(sum(map(len, wanted.prompts)), sum(len(each.generated) for each in sequences))
 
 
 def run(

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rtk.errors import EmbeddedServerError, LayoutError
-from rtk.layout import ModelLayout
+from rtk.layout.model_layout import ModelLayout
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ counted in assignments: a token that goes to top-k experts counts once for each 
 questions, the call that answers each, and its paper; what compares two engines or checkpoints is in `rtk.compare`.
 """
 
-from rtk.usage._distance import load_distance, prompt_vs_generated
-from rtk.usage._heatmap import heatmap, heatmaps
-from rtk.usage._load import counts, experts, relative_load, table
-from rtk.usage._pairs import coactivation, transitions
-from rtk.usage._ranks import rank_load
-from rtk.usage._repetition import repetition
-from rtk.usage._select import Span, as_traces
-from rtk.usage._specialization import domain_specialization, vocabulary_specialization
+from rtk.usage.consecutive import repetition
+from rtk.usage.distance import load_distance, prompt_vs_generated
+from rtk.usage.load import counts, experts, relative_load, table
+from rtk.usage.pairs import coactivation, transitions
+from rtk.usage.pictures import heatmap, heatmaps
+from rtk.usage.ranks import rank_load
+from rtk.usage.selection import Span, as_traces
+from rtk.usage.specialization import domain_specialization, vocabulary_specialization
 
 __all__ = [
     "Span",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from rtk.errors import RtkError
-from rtk.sample import Sample
-from rtk.session import Session
-from rtk.trace import RouteTrace
-from rtk.widgets import _render
-from rtk.widgets._usage_view import UsageView
+from rtk.session.sample import Sample
+from rtk.session.session import Session
+from rtk.trace.route_trace import RouteTrace
+from rtk.widgets import markup
+from rtk.widgets.usage_view import UsageView
 
 if TYPE_CHECKING:
     from IPython.display import HTML
@@ -158,7 +158,7 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
             yield
         except Exception as problem:
             self._status.value = ""
-            _put(self._error, _render.error(problem))
+            _put(self._error, markup.error(problem))
             raise
         except BaseException:  # cancelled, or the kernel was interrupted
             self._status.value = "stopped"
@@ -186,7 +186,7 @@ class Sampler(ipywidgets.VBox):  # type: ignore[misc]
         }
 
     def _show_text(self, generated: str) -> None:
-        _put(self._text, _render.text(self._sampled_prompt, generated))
+        _put(self._text, markup.text(self._sampled_prompt, generated))
 
     def _show(self, sample: Sample) -> None:
         assert sample.trace is not None
@@ -211,5 +211,5 @@ def _field(description: str, width: int) -> dict[str, Any]:
 
 
 def _put(widget: ipywidgets.HTML, html: str) -> None:
-    widget.value = _render.page(html) if html else ""
+    widget.value = markup.page(html) if html else ""
     widget.layout.display = None if html else "none"  # an empty line would still take room

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from ..stub import serving
+from tests.stub import serving
 
 pytestmark = pytest.mark.browser
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")

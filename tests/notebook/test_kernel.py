@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from ..stub import serving, text
+from tests.stub import serving, text
 
 pytestmark = pytest.mark.kernel
 manager = pytest.importorskip("jupyter_client.manager", reason="needs jupyter_client and ipykernel")

@@ -13,13 +13,13 @@ def gloo(tmp_path_factory):
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from rtk.replay import _megatron_cpu
+    from rtk.replay.live import cpu_stand_ins
 
     torch.set_num_threads(1)
     rendezvous = tmp_path_factory.mktemp("gloo") / "rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    _megatron_cpu.apply()
+    cpu_stand_ins.apply()
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

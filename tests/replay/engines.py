@@ -11,7 +11,8 @@ from functools import cache
 import numpy as np
 
 import rtk
-from rtk import ModelLayout, RouteTrace, _shipped
+from rtk import ModelLayout, RouteTrace
+from rtk.serve import shipped
 
 
 @cache
@@ -22,7 +23,7 @@ def load(dtype: str, noise: float = 0.0):
 
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        _shipped.find("tiny_moe"), dtype=getattr(torch, dtype)
+        shipped.find("tiny_moe"), dtype=getattr(torch, dtype)
     ).eval()
     if noise:
         generator = torch.Generator().manual_seed(0)
@@ -40,8 +41,8 @@ def texts(tokens: int = 200) -> tuple[tuple[int, tuple[int, ...]], ...]:
     import transformers
 
     model = load("float32")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_shipped.find("tiny_moe"))
-    prompts = [p for group in json.loads(_shipped.find("prompts.json").read_text()).values() for p in group]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shipped.find("tiny_moe"))
+    prompts = [p for group in json.loads(shipped.find("prompts.json").read_text()).values() for p in group]
     sampled = []
     for number, prompt in enumerate(prompts):
         torch.manual_seed(number)
@@ -58,7 +59,7 @@ def traces(dtype: str, noise: float = 0.0) -> tuple[RouteTrace, ...]:
     import torch
 
     model = load(dtype, noise)
-    layout = ModelLayout.from_config(_shipped.find("tiny_moe"))
+    layout = ModelLayout.from_config(shipped.find("tiny_moe"))
     made = []
     for prompt, ids in texts():
         with torch.no_grad():
@@ -77,7 +78,7 @@ def rollout(url: str, max_tokens: int = 120) -> list[RouteTrace]:
     with rtk.connect(url) as session:
         return [
             session.sample(text, max_tokens=max_tokens, temperature=1.0, seed=seed).trace
-            for seed, text in enumerate(text for texts in _shipped.prompts().values() for text in texts)
+            for seed, text in enumerate(text for texts in shipped.prompts().values() for text in texts)
         ]
 
 
@@ -87,15 +88,16 @@ def by_megatron(traces: Sequence[RouteTrace]) -> list[RouteTrace]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from rtk.replay import _megatron_cpu, megatron
-    from rtk.replay._megatron_stage import Stage
+    from rtk.replay import megatron
+    from rtk.replay.live import cpu_stand_ins
+    from rtk.replay.live.stage import Stage
 
     alone = not dist.is_initialized()
     if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        _megatron_cpu.apply()
-    stage = Stage(_shipped.find("tiny_moe"))
+        cpu_stand_ins.apply()
+    stage = Stage(shipped.find("tiny_moe"))
     chosen = []
     for trace in traces:
         inputs = torch.from_numpy(trace.token_ids[: trace.rows].astype(np.int64))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rtk import _shipped
+from rtk.serve import shipped
 
 
 @pytest.fixture(scope="session")
@@ -20,4 +20,4 @@ def tiny_engine():
     pytest.importorskip("transformers", reason="needs rtk[embedded]")
     from rtk.serve.engine import Engine
 
-    return Engine(_shipped.find("tiny_moe"), max_model_len=512)
+    return Engine(shipped.find("tiny_moe"), max_model_len=512)

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from rtk import ModelLayout, usage
 from rtk.errors import TraceError
-from rtk.usage import _pairs
-
-from .conftest import random_trace
+from rtk.usage import pairs
+from tests.usage.conftest import random_trace
 
 
 def test_coactivation_by_hand(trace):
@@ -79,7 +78,7 @@ def test_a_token_with_one_expert_twice_is_refused(trace):
 def test_pieces_add_up_to_the_whole(random_traces, monkeypatch):
     traces = random_traces(3)
     whole = usage.transitions(traces, 0)
-    monkeypatch.setattr(_pairs, "_PAIRS_AT_ONCE", 9 * 4)  # four rows at once
+    monkeypatch.setattr(pairs, "_PAIRS_AT_ONCE", 9 * 4)  # four rows at once
     assert usage.transitions(traces, 0).equals(whole)
 
 
@@ -93,11 +92,11 @@ def test_pairs_conserve_counts(experts, data, seed):
     ]
     tokens = sum(trace.rows for trace in traces)
     load = usage.counts(traces)
-    within = _pairs._pair_counts(traces, 0, 0, "all")
+    within = pairs._pair_counts(traces, 0, 0, "all")
     assert np.array_equal(within, within.T)
     assert np.array_equal(within.diagonal(), load[0])
     assert within.sum() == tokens * layout.top_k**2
-    across = _pairs._pair_counts(traces, 0, 2, "all")
+    across = pairs._pair_counts(traces, 0, 2, "all")
     assert np.array_equal(across.sum(axis=1), load[0] * layout.top_k)
     assert np.array_equal(across.sum(axis=0), load[1] * layout.top_k)
     rows = usage.transitions(traces, 0).dropna()

@@ -3,8 +3,7 @@ import pytest
 
 from rtk import ModelLayout, usage
 from rtk.errors import ShardError
-
-from .conftest import random_trace
+from tests.usage.conftest import random_trace
 
 
 def test_rank_load_by_hand(trace):

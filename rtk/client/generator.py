@@ -1,0 +1,334 @@
+"""The single-request, raw-token HTTP path to an inference server."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, get_args
+
+from rtk.client.reading import Reading
+from rtk.client.result import GenerateChunk, RemoteGenerateResult
+from rtk.client.sampling_params import check_finite
+from rtk.client.servers import forms
+from rtk.client.transport import RetryPolicy, Timeouts, Transport, Verify
+from rtk.errors import LayoutError
+from rtk.layout.model_layout import ModelLayout
+
+Server = Literal["vllm", "completions", "skyrl", "sglang"]
+_SERVERS = get_args(Server)
+
+
+class RemoteInferenceGenerator:
+    """Sends one prompt of token ids and returns what was generated; SkyRL's generator, for any loop.
+
+    The HTTP session belongs to the event loop that runs, so that a generator may be used on one loop after the
+    other; see `rtk.client.transport.Transport`. A generator pickles without it.
+
+    Args:
+        proxy_url: base address of the server, or of the proxy in front of several.
+        model_name: sent as `model`; None lets the server use its only one.
+        server: "vllm" asks `/inference/v1/generate` for everything; "completions" asks `/v1/completions`,
+            for a vLLM without --enable-scale-out; "skyrl" asks `/skyrl/v1/generate` when routed experts
+            are wanted, as SkyRL's own client does, and vLLM's endpoint otherwise; "sglang" asks
+            `/generate`. See `can_stream` for what they stream.
+        layout: the model's layers; SGLang's routes need it, since they come without their shape.
+        api_key: sent as a bearer token.
+        headers: sent with each request.
+        retry: when a request is sent again.
+        timeouts: limits on time.
+        verify: how a server's TLS certificate is verified, and http_proxy: a forward proxy on the way to it; see
+            `rtk.client.transport.Transport`.
+    """
+
+    def __init__(
+        self,
+        proxy_url: str,
+        model_name: str | None = None,
+        *,
+        server: Server = "vllm",
+        layout: ModelLayout | None = None,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        retry: RetryPolicy = RetryPolicy(),
+        timeouts: Timeouts = Timeouts(),
+        verify: Verify = True,
+        http_proxy: str | None = None,
+    ) -> None:
+        if server not in _SERVERS:
+            raise ValueError(f"server is {server!r}; it is one of {', '.join(map(repr, _SERVERS))}")
+        self.proxy_url = proxy_url.rstrip("/")
+        self.model_name = model_name
+        self.server: Server = server
+        self.layout = layout
+        self.retry = retry
+        bearer = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._transport = Transport(
+            self.proxy_url,
+            headers={**bearer, **(headers or {})},
+            timeouts=timeouts,
+            verify=verify,
+            http_proxy=http_proxy,
+        )
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        routed_experts: bool = False,
+        routed_experts_start: int = 0,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        features: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
+    ) -> RemoteGenerateResult:
+        """Generate one sequence.
+
+        Args:
+            token_ids: the prompt, as the model's token ids.
+            sampling_params: vLLM's sampling parameters (`max_tokens`, `temperature`, `logprobs`, ...), whatever
+                the server; SGLang is sent its own names for them.
+            routed_experts: whether the routes must come back.
+            routed_experts_start: the first token whose routes are wanted, for a turn whose beginning is known. Where a
+                server ignores it, which its row count tells, the rows asked for are kept and a UserWarning says so.
+            session_id: sent as X-Session-ID, for routers that keep a conversation on one server.
+            cache_salt: keeps the prefix cache apart from that of other salts.
+            features: multi-modal inputs, passed on as they are.
+            model: for this call, instead of model_name; for example the name of a loaded LoRA adapter.
+            on_chunk: called with each piece as it is generated; the answer is then streamed.
+
+        Raises:
+            RequestRejected: the server refused the request; the message is the server's own.
+            ServerFailed: the server failed, and went on failing.
+            ServerUnreachable: there was no connection, or it broke; after all retries.
+            ServerTimeout: a limit of the timeouts has passed.
+            PayloadError: the answer is not of the documented form.
+            RoutesMissing: routes were asked for, and the answer has none.
+            ValueError: the server cannot stream this, or has no such input.
+        """
+        (result,) = await self.generate_n(
+            token_ids,
+            sampling_params,
+            n=1,
+            routed_experts=routed_experts,
+            routed_experts_start=routed_experts_start,
+            session_id=session_id,
+            cache_salt=cache_salt,
+            features=features,
+            model=model,
+            on_chunk=on_chunk,
+        )
+        return result
+
+    async def generate_n(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        n: int,
+        routed_experts: bool = False,
+        routed_experts_start: int = 0,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        features: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
+    ) -> list[RemoteGenerateResult]:
+        """Generate n sequences from one prompt, in one request. Arguments and errors are those of `generate`.
+
+        A chunk says by its `index` which sequence it belongs to. vLLM 0.30's generate route fails with an error of
+        its own in mid-stream for n > 1; whole, it answers. SGLang is sent n requests, with seed + i where there is a
+        seed, as vLLM seeds them.
+        """
+        if on_chunk is not None and not self.can_stream(routed_experts):
+            raise ValueError(
+                f"server={self.server!r} cannot stream this: vLLM's completions send no routes in a stream, and "
+                "SGLang's streams are not read here. Leave out on_chunk"
+            )
+        if self.server == "sglang" and n > 1:
+            return await self._each_alone(
+                token_ids,
+                sampling_params,
+                n,
+                routed_experts=routed_experts,
+                routed_experts_start=routed_experts_start,
+                session_id=session_id,
+                cache_salt=cache_salt,
+                features=features,
+                model=model,
+            )
+        form = self._form(routed_experts)
+        if features is not None and self.server in ("sglang", "completions"):
+            raise ValueError(f"server={self.server!r} takes no features; only vLLM's generate route does")
+        return await self._ask(
+            form,
+            token_ids,
+            sampling_params,
+            n=n,
+            prompt_tokens=len(token_ids),
+            routed_experts=routed_experts,
+            start=routed_experts_start,
+            session_id=session_id,
+            extras={
+                "model": model or self.model_name,
+                "extra_key" if self.server == "sglang" else "cache_salt": cache_salt,
+                "features": features,
+            },
+            on_chunk=on_chunk,
+        )
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any],
+        *,
+        n: int = 1,
+        routed_experts: bool = False,
+        routed_experts_start: int = 0,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        model: str | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
+    ) -> list[RemoteGenerateResult]:
+        """Generate n answers to a chat through `/v1/chat/completions`; the server applies its chat template.
+
+        The results' `prompt_token_ids` are what the template made of the messages.
+
+        Args:
+            messages: OpenAI's, [{"role": "user", "content": "..."}].
+            n: how many answers.
+            sampling_params, ...: as for `generate`.
+
+        Raises:
+            RequestRejected: the model has no chat template, for example; and the other errors of `generate`.
+            ValueError: the server is SGLang, whose chats name no token ids; or routes are wanted in a stream.
+        """
+        if self.server == "sglang":
+            raise ValueError(
+                "SGLang's chat answers name no token ids: apply the model's chat template with transformers, and use "
+                "generate"
+            )
+        if on_chunk is not None and routed_experts:
+            raise ValueError("vLLM's chats send no routes in a stream: leave out on_chunk")
+        return await self._ask(
+            forms.Chat(self.layout),
+            messages,
+            sampling_params,
+            n=n,
+            prompt_tokens=None,
+            routed_experts=routed_experts,
+            start=routed_experts_start,
+            session_id=session_id,
+            extras={"model": model or self.model_name, "cache_salt": cache_salt},
+            on_chunk=on_chunk,
+        )
+
+    async def _each_alone(
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], n: int, **options: Any
+    ) -> list[RemoteGenerateResult]:
+        """SGLang answers n > 1 with a list, of which one damaged member would cost all."""
+        seed = sampling_params.get("seed")
+        each = [
+            sampling_params if seed is None else {**sampling_params, "seed": seed + index}
+            for index in range(n)
+        ]
+        return await asyncio.gather(*(self.generate(token_ids, params, **options) for params in each))
+
+    def can_stream(self, routed_experts: bool) -> bool:
+        """Whether `generate` takes on_chunk, with routes or without."""
+        return self.server in ("vllm", "skyrl") or (self.server == "completions" and not routed_experts)
+
+    def _form(self, routed_experts: bool) -> forms.Form:
+        if self.server == "sglang":
+            if routed_experts and self.layout is None:
+                raise LayoutError(
+                    "SGLang sends routes without their shape: give the generator the model's layout, for example "
+                    "layout=rtk.ModelLayout.from_config('path/to/config.json')"
+                )
+            return forms.SglangGenerate(self.layout)
+        if self.server == "completions":
+            return forms.Completions(self.layout)
+        if self.server == "skyrl" and routed_experts:
+            return forms.VllmGenerate(forms.SKYRL_GENERATE)
+        return forms.VllmGenerate()
+
+    async def _ask(
+        self,
+        form: forms.Form,
+        prompt: forms.Prompt,
+        sampling_params: Mapping[str, Any],
+        *,
+        n: int,
+        prompt_tokens: int | None,
+        routed_experts: bool,
+        start: int,
+        session_id: str | None,
+        extras: Mapping[str, Any],
+        on_chunk: Callable[[GenerateChunk], None] | None,
+    ) -> list[RemoteGenerateResult]:
+        if n < 1 or start < 0:
+            raise ValueError(f"n is {n} and routed_experts_start {start}; they are at least 1 and 0")
+        check_finite(sampling_params)
+        params = {**sampling_params, "n": n} if n > 1 else sampling_params
+        body = form.body(prompt, params, routed_experts=routed_experts, start=start)
+        # Servers reject some of these as null, so what is not set is not sent.
+        body |= {name: value for name, value in extras.items() if value is not None}
+        headers = {} if session_id is None else {"X-Session-ID": session_id}
+        reading = Reading(
+            form,
+            self.proxy_url,
+            n=n,
+            prompt_tokens=prompt_tokens,
+            routed_experts=routed_experts,
+            start=start,
+            top_logprobs=bool(sampling_params.get("logprobs")),
+        )
+        if on_chunk is None:
+            return reading.whole(await self.request("POST", form.path, body, headers=headers))
+        url = self.proxy_url + form.path
+        async for event in self._transport.events(url, {**body, "stream": True}, headers, retry=self.retry):
+            reading.piece(event, on_chunk)
+        return reading.end()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        retry: RetryPolicy | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> dict[str, Any]:
+        """Send one request and return the JSON object that came back.
+
+        Args:
+            method: "GET" or "POST".
+            path: of the endpoint, for example "/tokenize".
+            body: sent as JSON.
+            headers: beside those of the generator.
+            retry: instead of the generator's own.
+            timeouts: instead of the generator's own.
+
+        Raises:
+            RequestRejected, ServerFailed, ServerUnreachable, ServerTimeout, PayloadError: as `generate`.
+        """
+        return await self._transport.json(
+            method, self.proxy_url + path, body, headers, retry=retry or self.retry, timeouts=timeouts
+        )
+
+    async def aclose(self) -> None:
+        """Close the HTTP session. Never raises: a failure while closing is logged."""
+        await self._transport.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has connections of its own, as one that was pickled has.
+        return {**self.__dict__, "_transport": copy.copy(self._transport)}

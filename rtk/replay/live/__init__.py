@@ -1,0 +1,1 @@
+"""All that touches megatron-core. Nothing else in `rtk.replay` imports torch."""

@@ -1,0 +1,5 @@
+"""A notebook's handle on one inference server."""
+
+from rtk.session.session import Session, connect
+
+__all__ = ["Session", "connect"]

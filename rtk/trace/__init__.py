@@ -1,0 +1,5 @@
+"""Routes of one sequence as a value, its file, and whether a router can have made them."""
+
+from rtk.trace.route_trace import RouteTrace, load_traces, save_traces
+
+__all__ = ["RouteTrace", "load_traces", "save_traces"]
