@@ -21,6 +21,7 @@ from rtk.replay.layouts.batch import Batch, Placement
 from rtk.replay.layouts.expand import checked_mtp, expand, padding_rule
 from rtk.replay.layouts.orders import Tokens, other_orders, tokens_of
 from rtk.replay.layouts.shard import Shard
+from rtk.trace import plausible
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage import as_traces
 
@@ -86,6 +87,10 @@ def check(
         raise ShardError(
             f"recorded is a {type(recorded).__name__}; it maps layer numbers to ids, as rtk.replay.megatron.recording does"
         )
+    if isinstance(tensors, Mapping):
+        raise ShardError(
+            "tensors is a mapping; it is a sequence of arrays in the order in which the trainer installs them"
+        )
     if not any(trace.rows for trace in several):
         raise TraceError(
             "the traces have no row of routes, so there is nothing to check: each is a single token, never forwarded"
@@ -117,6 +122,14 @@ def check(
             break  # the next comparison would only show the same fault through other eyes
     findings += _padding(shard, place, live, arrays, rule)
     return ReplayReport(shard, tuple(findings), agreement, hypotheses)
+
+
+def _own_zero(traces: Sequence[RouteTrace], place: Tokens) -> dict[int, npt.NDArray[np.bool_]]:
+    """bool `[rows]` by layer number: where the trace itself has zeros for the token of a row."""
+    there = np.maximum(place.token, 0)
+    return {
+        number: plausible.all_zero(ids)[there] & (place.token >= 0) for number, ids in _layers(traces).items()
+    }
 
 
 def _padding(
@@ -163,8 +176,9 @@ def _alone(
     real, prompt = np.ones(rows, bool), np.zeros(rows, bool)
     known = min(rows, len(place.padding))
     real[:known], prompt[:known] = ~place.padding[:known], place.prompt_rows[:known]
-    yield properties.expert_range(numbered, layout.num_experts, traces)
-    yield properties.not_zero(numbered, layout.num_experts, prompt, real)
+    yield properties.expert_range(numbered, layout.num_experts, traces, real)
+    own_zero = _own_zero(traces, place) if rows == len(place.token) else {}
+    yield properties.not_zero(numbered, layout.num_experts, prompt, real, traces, own_zero)
     yield properties.distinct(numbered, layout.num_experts, real)
     yield properties.moving(traces)
     if groups is not None:
@@ -233,7 +247,7 @@ class _Task:
             tuple(numbers), tuple(observed), self._own_layers, token, self.place.sample, self.place.prompt,
             orders=() if plain else tuple(other_orders(self.traces, self.shard, self.batch, token)),
             others={name: _layers(traces) for name, traces in self.others.items()},
-            mtp=tuple(self.mtp), exact=exact,
+            mtp=tuple(self.mtp), dense=tuple(n + 1 for n in self.shard.layout.dense_layers), exact=exact,
         )  # fmt: skip
 
     def _record(self, number: int, ids: npt.ArrayLike) -> Ids:

@@ -59,13 +59,20 @@ def _shifted_layers(trial: Trial) -> Iterator[Hypothesis]:
     numbers = list(sides.layer_numbers)
     for i in np.flatnonzero(region.routers):
         numbers[i] = pool[best[i]]
+    same = sides.matches(sides.token, numbers)
+    others = Counter(b - a for a, b in zip(sides.layer_numbers, numbers, strict=True) if a != b)
+    for i in np.flatnonzero(region.routers) if sides.exact and others else []:
+        # A dense layer's zeros are those of any dense layer, so they count only beside routers that are moved alike.
+        from_dense = sides.layer_numbers[i] + others.most_common(1)[0][0]
+        if from_dense in sides.dense and not sides.observed[i][trial.rows].any():
+            numbers[i], same[i] = from_dense, sides.compared
     moved = [(a, b) for a, b in zip(sides.layer_numbers, numbers, strict=True) if a != b]
     if not moved:
         return
     listed = ", ".join(f"layer {a} has the routes of layer {b}" for a, b in moved[:4])
     more = "" if len(moved) <= 4 else f" and {len(moved) - 4} more"
     by_number = Counter(b - a for a, b in moved)
-    by_place = Counter(pool.index(b) - pool.index(a) for a, b in moved if a in pool)
+    by_place = Counter(pool.index(b) - pool.index(a) for a, b in moved if a in pool and b in pool)
     if by_number.most_common(1)[0][1] * 2 > len(moved):
         way = f"the list of tensors is shifted by {by_number.most_common(1)[0][0]:+d} layers"
     elif by_place and by_place.most_common(1)[0][1] * 2 > len(moved):
@@ -78,7 +85,7 @@ def _shifted_layers(trial: Trial) -> Iterator[Hypothesis]:
     else:
         fault = "shifted layers"
         change = "find each router's routes by its own global layer number, not by an offset that counts dense layers too"
-    shares = trial.shares(sides.matches(sides.token, numbers))
+    shares = trial.shares(same)
     tries = len(moved) * math.log(len(pool))
     yield trial.judged(fault, f"{listed}{more}: {way}", change, shares, log_tries=tries)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rtk.layout.model_layout import ModelLayout
+from rtk.replay.checks import slots, zero_patterns
 from rtk.replay.checks.report import Finding
 from rtk.replay.layouts.shard import Shard
 from rtk.trace import plausible
@@ -20,6 +21,8 @@ Mask = npt.NDArray[np.bool_]
 # A padding row costs as much as a token. This much more than an even share on one rank is what ran out of memory.
 _MAX_PADDING_LOAD = 1.5
 _FEW_PADDING_ROWS = 16
+# With top-1 expert 0 may be the choice; so many times in a row, it is none.
+_ENOUGH_TOP_1 = 24
 
 
 def layer_numbers(shard: Shard, live: tuple[int, ...], mtp: tuple[int, ...]) -> Finding:
@@ -125,68 +128,162 @@ def _repeats_itself(array: npt.NDArray[Any]) -> int:
     return 0
 
 
-def expert_range(numbered: Numbered, num_experts: int, traces: Sequence[RouteTrace]) -> Finding:
-    """Of the shard's tensors, and of the traces' other layers: where those hold physical ids, so do these."""
+def expert_range(numbered: Numbered, num_experts: int, traces: Sequence[RouteTrace], real: Mask) -> Finding:
+    """Of the shard's tensors, and of the traces' other layers: where those hold physical ids, so do these.
+
+    `real` is bool `[rows]`: rows that are not padding.
+    """
     name = "expert range"
     for number, array in numbered:
         bad = plausible.out_of_range(array, num_experts)
         if bad.any():
             row = int(np.argmax(bad))
             wrong = next(e for e in array[row].tolist() if not 0 <= e < num_experts)
-            past = bool((array >= num_experts).any())
+            fault, why = _outside(array, num_experts, real)
             return Finding(
                 name,
                 False,
                 f"layer {number}, row {row}: expert {wrong} of {num_experts} ({int(bad.sum())} rows "
-                "are out of range): ids past the experts are physical ids of a load balancer (EPLB), or "
-                "belong to another model",
+                f"are out of range): {why}",
                 number,
                 row,
-                "physical experts" if past else None,
+                fault,
             )
     for trace in traces:
         if trace.rows and int(trace.routed_experts.max()) >= num_experts:
-            layers = np.flatnonzero((trace.routed_experts >= num_experts).any(axis=(0, 2))) + 1
+            outside = (trace.routed_experts >= num_experts).any(axis=(0, 2))
+            layers = np.flatnonzero(outside) + 1
+            # Each layer has to say so by itself: a constant slot or a sentinel of theirs is no physical id.
+            causes = {
+                _outside(trace.routed_experts[:, layer - 1], num_experts, np.ones(trace.rows, bool))
+                for layer in layers
+            }
+            if len(causes) > 1:
+                return Finding(
+                    name,
+                    False,
+                    f"the trace has ids past the {num_experts} experts in layers {_listed(layers)}",
+                )
+            fault, why = causes.pop()
             return Finding(
                 name,
                 False,
                 f"the trace has ids past the {num_experts} experts in layers {_listed(layers)}, none of them this "
-                "shard's: they are physical ids of a load balancer (EPLB), and so are those of this shard, which "
-                "happen to be in range",
-                fault="physical experts",
+                f"shard's: {why}; those of this shard, which happen to be in range, are no better",
+                fault=fault,
             )
-    if num_experts > 256 and any(trace.routed_experts.dtype.itemsize == 1 for trace in traces):
-        return Finding(
-            name,
-            False,
-            f"ids of {num_experts} experts came as 8 bits, which wrap at 256: keep them in uint16 or wider",
-            fault="wrapped ids",
-        )
+    if wrapped := _wrapped(traces, num_experts):
+        return Finding(name, False, wrapped, fault="wrapped ids")
     return Finding(name, True, f"all ids lie in 0..{num_experts - 1}")
 
 
-def not_zero(numbered: Numbered, num_experts: int, prompt: Mask, real: Mask) -> Finding:
-    """`prompt` and `real` are bool `[rows]`: rows of the prompt, and rows that are not padding."""
+def _outside(array: npt.NDArray[Any], num_experts: int, real: Mask) -> tuple[str | None, str]:
+    """The fault of ids that are no experts', and what it is in words."""
+    outside = (array < 0) | (array >= num_experts)
+    fixed = slots.constant(array[real])
+    columns = np.flatnonzero(outside[real].any(axis=0)).tolist()
+    if columns and len(columns) < array.shape[1] and all(slot in fixed for slot in columns):
+        held = ", ".join(f"slot {slot} is always {fixed[slot]}" for slot in columns)
+        return (
+            "constant slot",
+            f"{held}: a fused shared expert or a sentinel; cut these slots off before routes leave the server",
+        )
+    mark = slots.sentinel(array, num_experts)
+    if mark is not None:
+        return (
+            "sentinel ids",
+            f"{mark} marks rows or slots that were never written; have the server write all of them, and drop rows "
+            "of tokens that it did not forward",
+        )
+    if (array[outside] >= num_experts).all():
+        return (
+            "physical experts",
+            "ids past the experts are physical ids of a load balancer (EPLB), or belong to another model",
+        )
+    return (
+        None,
+        "some are negative and some past the experts, which neither a sentinel nor a load balancer makes",
+    )
+
+
+def _wrapped(traces: Sequence[RouteTrace], num_experts: int) -> str | None:
+    """Whether 8-bit ids of more than 256 experts must have wrapped: a sentence, or None.
+
+    Where all experts are about equally likely, so many assignments without one past 255 do not happen. But wrapped
+    ids repeat within rows, so that many rows without a repeat say that those experts are just not used.
+    """
+    if num_experts <= 256 or not all(trace.routed_experts.dtype.itemsize == 1 for trace in traces):
+        return None
+    layout = traces[0].layout
+    routers = sum(trace.rows for trace in traces) * len(layout.moe_layers)
+    unlikely = routers * layout.top_k * np.log(num_experts / 256) > 60
+    pairs = layout.top_k * (layout.top_k - 1) / 2
+    collisions = pairs * 2 * (num_experts - 256) / (num_experts * (num_experts - 1))
+    repeats = any(
+        (
+            plausible.repeated_experts(ids := trace.routed_experts[:, list(layout.moe_layers)])
+            & ~plausible.all_zero(ids)
+        ).any()
+        for trace in traces
+    )
+    if repeats or not unlikely or routers * collisions > 20:
+        return None  # repeats are named by the check of distinct experts
+    return (
+        f"ids of {num_experts} experts came as 8 bits, and none of {routers * layout.top_k} is past 255: they wrapped; "
+        "keep them in uint16 or wider"
+    )
+
+
+def not_zero(
+    numbered: Numbered,
+    num_experts: int,
+    prompt: Mask,
+    real: Mask,
+    traces: Sequence[RouteTrace],
+    own_zero: Mapping[int, Mask],
+) -> Finding:
+    """`prompt` and `real` are bool `[rows]`: rows of the prompt, and rows that are not padding.
+
+    `own_zero` is bool `[rows]` by layer number: where the trace itself has zeros for the row's token. Zeros that stand
+    in a tensor alone were made by the trainer, and no capture is to blame.
+    """
     name = "not all zero"
+    top_1 = {n: plausible.all_zero(a)[real] for n, a in numbered if a.shape[1] == 1}
+    cells = sum(len(zero) for zero in top_1.values() if zero.all())
     for number, array in numbered:
         zero = plausible.all_zero(array) & real
         # Experts of a row are distinct, so with top-2 and more a row of zeros cannot be real. With top-1
         # it can: every token at expert 0. Only a whole layer, or the whole prompt, of it is then suspicious.
-        if array.shape[1] == 1 and not zero[real].all():
-            zero &= prompt & _only_prompt(zero, prompt & real, real)
+        if array.shape[1] == 1:
+            if zero[real].all():
+                zero &= cells >= _ENOUGH_TOP_1
+            else:
+                zero &= prompt & _only_prompt(zero, prompt & real, real)
         if zero.any():
             bad = np.flatnonzero(zero)
+            seen = f"layer {number}: {len(bad)} of {int(real.sum())} rows are all 0, from row {bad[0]} on"
+            place = number, int(bad[0])
+            if not own_zero.get(number, zero)[zero].all():
+                why = "the trace has routes there, so zeros were put in by the trainer: a dense layer's, or an empty buffer"
+                return Finding(name, False, f"{seen}: {why}", *place)
             prompt_only = bool(prompt[zero].all()) and not zero[real].all()
             # Of more than 256 experts 0 and 256 wrap to two zeros, and a few such rows are no missing capture.
             wrapped = num_experts > 256 > int(array.max()) > 0 and len(bad) * 20 < len(zero)
             fault = "prompt not captured" if prompt_only else "not captured"
+            layout = traces[0].layout
+            empty = zero_patterns.empty_layers(traces, layout)
+            if zero[real].all() and zero_patterns.may_be_dense(empty, layout):
+                why = (
+                    f"the layout may be wrong: layers {_listed(empty)} are all zero in every trace, as dense layers are; "
+                    "or the server did not capture them, as where the first pipeline stage is not gathered"
+                )
+                return Finding(name, False, f"{seen}: {why}", *place)
+            pattern = zero_patterns.of_rows(zero[real]) + zero_patterns.of_layers(empty, layout)
             return Finding(
                 name,
                 False,
-                f"layer {number}: {len(bad)} of {int(real.sum())} rows are all 0, from row {bad[0]} on"
-                f"{', all of them of the prompt' if prompt_only else ''}: the server did not capture them",
-                number,
-                int(bad[0]),
+                f"{seen}{', all of them of the prompt' if prompt_only else ''}: the server did not capture them{pattern}",
+                *place,
                 None if wrapped else fault,
             )
     return Finding(name, True, "no row is all 0")
@@ -199,23 +296,44 @@ def _only_prompt(zero: Mask, prompt: Mask, real: Mask) -> bool:
 
 
 def distinct(numbered: Numbered, num_experts: int, real: Mask) -> Finding:
+    """`real` is bool `[rows]`: rows that are not padding. Ids that are no experts' are what `expert_range` is about."""
     name = "distinct experts"
     highest = max((int(array.max(initial=0)) for _, array in numbered), default=0)
+    cuts = [slots.cut_from(array[real]) for _, array in numbered]
+    if cuts and cuts[0] is not None and len(set(cuts)) == 1:
+        return Finding(
+            name,
+            False,
+            f"slots from {cuts[0]} on are 0 in every row of every layer: the server captured {cuts[0]} of "
+            f"{numbered[0][1].shape[1]} experts; make its top-k the model's",
+            numbered[0][0],
+            int(np.argmax(real)),
+            "slots not captured",
+        )
     for number, array in numbered:
         repeated = plausible.repeated_experts(array) & (~plausible.all_zero(array) | ~real)
+        repeated &= ~plausible.out_of_range(array, num_experts)
         if repeated.any():
             row = int(np.argmax(repeated))
+            fixed = slots.constant(array[real])
+            twice = {slot: value for slot, value in fixed.items() if list(fixed.values()).count(value) > 1}
+            seen = f"layer {number}, row {row}: {array[row].tolist()} ({int(repeated.sum())} such rows"
+            if twice and len(twice) < array.shape[1] and len(set(twice.values())) == 1:
+                why = (
+                    f"slots {_listed(twice)} are {array[row, next(iter(twice))]} in every row: fused shared experts or "
+                    "a sentinel; cut these slots off before routes leave the server"
+                )
+                return Finding(name, False, f"{seen}): {why}", number, row, "constant slot")
             if not real[repeated].any():
-                fault = "repeated padding"
+                fault, why = "repeated padding", "repeats in padding break the token dispatcher"
+            elif num_experts > 256 > highest:
+                fault, why = "wrapped ids", "repeats come from ids that wrapped at 256"
             else:
-                fault = "wrapped ids" if num_experts > 256 > highest else "repeated experts"
+                fault, why = "repeated experts", "the routes are not what a router chose"
             return Finding(
                 name,
                 False,
-                f"layer {number}, row {row}: {array[row].tolist()} ({int(repeated.sum())} such rows, "
-                f"{int((repeated & ~real).sum())} of them padding): a router picks "
-                "distinct experts; repeats come from ids that wrapped at 256 or from bad padding, and break the "
-                "token dispatcher",
+                f"{seen}, {int((repeated & ~real).sum())} of them padding): a router picks distinct experts; {why}",
                 number,
                 row,
                 fault,

@@ -47,6 +47,7 @@ class Sides:
         orders: other layouts of the same tokens that are worth a try.
         others: routes of other microbatches or steps, in the form of `layers`, under a name to call them by.
         mtp: those of layer_numbers that are MTP layers, which count on from the backbone's last layer.
+        dense: numbers of the model's dense layers, whose routes are zeros.
         exact: True where both sides are copies of the same routes, so that no router may differ; False where
             two engines chose for themselves.
     """
@@ -60,6 +61,7 @@ class Sides:
     orders: Sequence[Order] = ()
     others: Mapping[str, Mapping[int, Ids]] = field(default_factory=dict)
     mtp: tuple[int, ...] = ()
+    dense: tuple[int, ...] = ()
     exact: bool = False
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rtk.errors import ShardError
 from rtk.replay.checks.two_sides import Order
 from rtk.replay.layouts.batch import Placement
 from rtk.replay.layouts.shard import Shard
@@ -147,6 +148,11 @@ def _local(
     traces: Sequence[RouteTrace], shard: Shard, batch: Placement
 ) -> tuple[Index, npt.NDArray[np.bool_]]:
     here = batch.local(shard)
+    if int(np.max(here.sample, initial=-1)) >= len(traces):
+        raise ShardError(
+            f"the batch has {int(np.max(here.sample)) + 1} sequences for {len(traces)} traces: make it of the same traces, "
+            "in the same order"
+        )
     rows = np.array([trace.rows for trace in traces])
     offsets = np.concatenate([[0], rows.cumsum()[:-1]])
     sample, row = np.asarray(here.sample, np.int64), np.asarray(here.row, np.int64)

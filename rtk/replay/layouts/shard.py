@@ -73,6 +73,11 @@ class Shard:
     expert_rank: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layout, ModelLayout):
+            raise ShardError(
+                f"layout is a {type(self.layout).__name__}, not a rtk.ModelLayout: ModelLayout.from_config reads one "
+                "from a config, ModelLayout(**values) makes one of plain values"
+            )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" or (field.type == "int | None" and value is not None):
