@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rtk.client.generator import RemoteInferenceGenerator
     from rtk.client.transport import RetryPolicy, Timeouts
     from rtk.fleet.client import RemoteInferenceClient
+    from rtk.session import Session, connect
     from rtk.session.many import ManySamples, SampleFailure
     from rtk.session.sample import Sample
     from rtk.session.samples_file import read_samples
-    from rtk.session.session import Session, connect
 
 __version__ = "0.1.0"
 

@@ -112,7 +112,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     """0: nothing failed. 1: a check failed. 2: there was nothing to examine."""
     from rtk.layout.model_layout import ModelLayout
-    from rtk.session.session import connect
+    from rtk.session import connect
 
     try:
         layout = ModelLayout.from_config(options.layout) if options.layout else None

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rtk.client import routed_experts
+from rtk.client import routed_experts as wire
 from rtk.client.result import GenerateChunk, RemoteGenerateResult
-from rtk.client.servers import forms
+from rtk.client.servers import Route
 from rtk.errors import PayloadError, RoutesMissing
 
 
@@ -31,7 +31,8 @@ class Reading:
     """Reads one answer.
 
     Args:
-        form: its form.
+        route: the route that it comes from.
+        advice: what to do where it has no routes.
         url: where it comes from, for messages.
         n: how many sequences were asked for.
         prompt_tokens: how many tokens the prompt has; None where the server has to say.
@@ -42,16 +43,18 @@ class Reading:
 
     def __init__(
         self,
-        form: forms.Form,
+        route: Route,
         url: str,
         *,
+        advice: str,
         n: int,
         prompt_tokens: int | None,
         routed_experts: bool,
         start: int,
         top_logprobs: bool,
     ) -> None:
-        self._form = form
+        self._route = route
+        self._advice = advice
         self._url = url
         self._n = n
         self._prompt_tokens = prompt_tokens
@@ -69,7 +72,7 @@ class Reading:
             PayloadError: it is not of the form, or has other sequences than were asked for.
             RoutesMissing: routes were asked for, and it has none.
         """
-        choices = self._form.choices(payload)
+        choices = self._route.choices(payload)
         if len(choices) != self._n:
             raise PayloadError(f"the answer has {len(choices)} choices, and n is {self._n}")
         for choice in choices:
@@ -80,14 +83,14 @@ class Reading:
 
     def piece(self, event: Mapping[str, Any], on_chunk: Callable[[GenerateChunk], None]) -> None:
         """Take in one event of a stream, and hand on what it adds."""
-        for choice in self._form.choices(event):
+        for choice in self._route.choices(event):
             on_chunk(self._take(event, choice))
 
     def end(self) -> list[RemoteGenerateResult]:
         """The results of a stream that has ended; raises as `whole`."""
         for index in range(self._n):
             sequence = self._sequences.get(index, _Sequence())
-            if self._form.finish_reason(sequence.choice) is None:
+            if self._route.finish_reason(sequence.choice) is None:
                 raise PayloadError(
                     f"{self._url}: the stream ended after {len(sequence.token_ids)} tokens without a finish reason. "
                     "vLLM 0.30 may end one so when it aborts the request, as a pause does"
@@ -108,48 +111,44 @@ class Reading:
     def _take(self, payload: Mapping[str, Any], choice: Mapping[str, Any]) -> GenerateChunk:
         index = self._index(choice)
         sequence = self._sequences.setdefault(index, _Sequence())
-        chunk = self._form.chunk(choice)
+        chunk = self._route.chunk(choice)
         sequence.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
             sequence.logprobs = (sequence.logprobs or []) + chunk.logprobs
         if self._top_logprobs and chunk.token_ids:
-            sequence.top_logprobs = (sequence.top_logprobs or []) + self._form.top_logprobs(choice)
+            sequence.top_logprobs = (sequence.top_logprobs or []) + self._route.top_logprobs(choice)
         sequence.choice, self._payload = choice, payload
-        self._prompt_ids = self._prompt_ids or self._form.prompt_token_ids(payload, choice)
+        self._prompt_ids = self._prompt_ids or self._route.prompt_token_ids(payload, choice)
         return chunk if index == 0 else replace(chunk, index=index)
 
     def _results(self) -> list[RemoteGenerateResult]:
         return [self._result(self._sequences[index]) for index in range(self._n)]
 
     def _result(self, sequence: _Sequence) -> RemoteGenerateResult:
-        form, choice = self._form, sequence.choice
+        route, choice = self._route, sequence.choice
         return RemoteGenerateResult(
             token_ids=sequence.token_ids,
             logprobs=sequence.logprobs,
-            stop_reason=str(form.finish_reason(choice)),
+            stop_reason=str(route.finish_reason(choice)),
             routed_experts=self._routes(sequence) if self._routed_experts else None,
-            request_id=form.request_id(self._payload),
+            request_id=route.request_id(self._payload),
             routed_experts_start=self._start,
-            stop_match=form.stop_match(choice),
+            stop_match=route.stop_match(choice),
             top_logprobs=sequence.top_logprobs,
-            prompt_logprobs=form.prompt_logprobs(self._payload, choice),
+            prompt_logprobs=route.prompt_logprobs(self._payload, choice),
             prompt_token_ids=self._prompt_ids,
         )
 
-    def _routes(self, sequence: _Sequence) -> routed_experts.Routes:
+    def _routes(self, sequence: _Sequence) -> wire.Routes:
         generated = len(sequence.token_ids)
-        decoded = self._form.routed_experts(self._payload, sequence.choice)
-        if decoded is None and self._form.finish_reason(sequence.choice) == "abort":
+        decoded = self._route.routed_experts(self._payload, sequence.choice)
+        if decoded is None and self._route.finish_reason(sequence.choice) == "abort":
             raise RoutesMissing(
                 f"{self._url} aborted the request after {generated} tokens and sent no routed experts for them, as vLLM "
                 "does in a stream or before it began. Send it again once the server goes on"
             )
         if decoded is None:
-            raise RoutesMissing(
-                f"{self._url} sent no routed experts. Start vLLM or SGLang with --enable-return-routed-experts "
-                "(vLLM with --enable-scale-out too), the embedded server without --no-routed-experts; a model "
-                "without MoE layers has none to send"
-            )
+            raise RoutesMissing(f"{self._url} sent no routed experts: {self._advice}")
         prompt = len(self._prompt_ids or []) if self._prompt_tokens is None else self._prompt_tokens
         if not prompt:
             raise PayloadError(

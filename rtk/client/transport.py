@@ -18,7 +18,6 @@ import aiohttp
 
 from rtk.client import body as wire_body
 from rtk.client import receive
-from rtk.client.servers import forms
 from rtk.errors import (
     PayloadError,
     RequestRejected,
@@ -36,6 +35,7 @@ _log = logging.getLogger(__name__)
 # request into a socket that the server has just closed.
 _KEEP_ALIVE_S = 4.0
 # Other lines of a stream of server-sent events; what is none of them was garbled on its way.
+_NO_HINTS: Mapping[int, str] = {}
 _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
 
 # Sessions that a forked child got from its parent, kept so that nothing ever closes them there.
@@ -193,8 +193,12 @@ class Transport:
         *,
         retry: RetryPolicy,
         timeouts: Timeouts | None = None,
+        hints: Mapping[int, str] = _NO_HINTS,
     ) -> dict[str, Any]:
         """Send a request and return the JSON object that came back.
+
+        Args:
+            hints: what to do about a status that refuses the request, for the message.
 
         Raises:
             RequestRejected, ServerFailed, ServerUnreachable, ServerTimeout, PayloadError.
@@ -206,12 +210,18 @@ class Transport:
         while True:
             try:
                 async with await self._begin(method, url, data, headers, limits) as response:
-                    return _json_object(await receive.body(response), response, url)
+                    return _json_object(await receive.body(response), response, url, hints)
             except FAILURES as error:
                 await tries.after(error)
 
     async def events(
-        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], *, retry: RetryPolicy
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        *,
+        retry: RetryPolicy,
+        hints: Mapping[int, str] = _NO_HINTS,
     ) -> AsyncIterator[dict[str, Any]]:
         """The JSON objects of an answer in server-sent events, up to its [DONE]. Only the connecting is ever retried.
 
@@ -227,7 +237,7 @@ class Transport:
                 if response.status < 400:
                     break
                 async with response:
-                    _json_object(await receive.body(response), response, url)
+                    _json_object(await receive.body(response), response, url, hints)
             except FAILURES as error:
                 await tries.after(error)
         async with response:
@@ -429,7 +439,9 @@ def _json_body(
     return wire_body.dumps(body), {"Content-Type": "application/json", **(headers or {})}
 
 
-def _json_object(raw: bytes | bytearray, response: aiohttp.ClientResponse, url: str) -> dict[str, Any]:
+def _json_object(
+    raw: bytes | bytearray, response: aiohttp.ClientResponse, url: str, hints: Mapping[int, str]
+) -> dict[str, Any]:
     status = response.status
     try:
         payload = wire_body.parse(raw)
@@ -438,7 +450,7 @@ def _json_object(raw: bytes | bytearray, response: aiohttp.ClientResponse, url: 
     if 400 <= status < 500:
         text = _server_text(payload) or raw[:500].decode("utf-8", "replace") or "no explanation"
         raise RequestRejected(
-            f"{url} refused the request (HTTP {status}): {text}{_hint(url, status)}",
+            f"{url} refused the request (HTTP {status}): {text}{_hint(status, hints)}",
             url=url,
             status=status,
             retry_after_s=retry_after(response),
@@ -465,16 +477,11 @@ def _server_text(payload: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _hint(url: str, status: int) -> str:
+def _hint(status: int, hints: Mapping[int, str]) -> str:
+    if status in hints:
+        return f". {hints[status]}"
     if status in (401, 403):
         return ". Give the server's key as api_key=..., or what else it wants in headers=..."
-    if status == 404 and url.endswith(forms.GENERATE):
-        return (
-            ". If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
-            "if the model is, see the names in /v1/models"
-        )
-    if status == 404 and url.endswith(forms.SKYRL_GENERATE):
-        return ". The server is no SkyRL server: use server='vllm'"
     return ""
 
 

@@ -61,7 +61,7 @@ def test_connect_finds_out_which_kind_of_server_it_is(paths, server):
     async def run():
         async with serving(answer) as stub:
             with await asyncio.to_thread(rtk.connect, stub.url) as session:
-                return session._generator.server
+                return session._generator.server.name
 
     assert asyncio.run(run()) == server
 
@@ -252,7 +252,7 @@ def test_the_api_key_is_sent():
 def test_an_embedded_server_without_routes_says_what_to_do(embedded_server):
     with rtk.serve.embedded(routed_experts=False) as server, rtk.connect(server.url) as session:
         assert session.sample(PROMPT, max_tokens=2, routes=False).text
-        with pytest.raises(RoutesMissing, match="--enable-return-routed-experts"):
+        with pytest.raises(RoutesMissing, match="without --no-routed-experts"):
             session.sample(PROMPT, max_tokens=2)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rtk.client.servers.forms import FLOOR_LOGPROB
+from rtk.client.servers.fields import FLOOR_LOGPROB
 from rtk.errors import RtkError
 from rtk.replay import megatron
 from rtk.replay.layouts.batch import Batch

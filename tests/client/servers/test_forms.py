@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from rtk import ModelLayout
-from rtk.client.servers.forms import Chat, Completions, SglangGenerate, VllmGenerate, only
+from rtk.client.servers.fields import only
+from rtk.client.servers.openai_routes import Chat, Completions
+from rtk.client.servers.sglang import SglangGenerate
+from rtk.client.servers.vllm import VllmGenerate
 from rtk.errors import PayloadError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -220,13 +223,13 @@ def test_sglangs_alternatives_prompt_and_stop():
     )
 
 
-@pytest.mark.parametrize("form", [Completions, Chat])
+@pytest.mark.parametrize("form", [SglangCompletions, SglangChat])
 def test_routes_in_sgl_ext_are_shaped_by_the_layout(form):
     encoded = SGLANG["meta_info"]["routed_experts"]
     choice = {"index": 0, "sgl_ext": {"routed_experts": encoded}}
     assert form(LAYOUT).routed_experts({}, choice).tolist() == SGLANG_ROUTES
     assert form(LAYOUT).routed_experts({}, {"sgl_ext": None}) is None
     with pytest.raises(PayloadError, match="the model's layout is needed"):
-        form().routed_experts({}, choice)
+        form(None).routed_experts({}, choice)
     with pytest.raises(PayloadError, match="no whole number of rows"):
         form(LAYOUT).routed_experts({}, {"sgl_ext": {"routed_experts": encoded[:-4]}})

@@ -234,7 +234,7 @@ def test_a_router_without_replay_is_named(stage, monkeypatch):
 
 def test_without_megatron_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", None)
-    monkeypatch.delitem(sys.modules, "rtk.replay.megatron", raising=False)
+    monkeypatch.delitem(sys.modules, "rtk.replay.live.megatron", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'rtk\[megatron\]'"):
         import rtk.replay.megatron  # noqa: F401
 

@@ -1,0 +1,69 @@
+"""vLLM, by its generate route from token ids to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from rtk.client.servers.fields import Json
+from rtk.client.servers.lookups import Lookups
+from rtk.client.servers.openai_routes import Chat, Completions
+from rtk.client.servers.route import Prompt, Route
+from rtk.client.servers.server import Server
+from rtk.client.servers.versions import at_least
+from rtk.client.servers.vllm_answer import VllmAnswer
+from rtk.layout.model_layout import ModelLayout
+
+
+class VllmGenerate(VllmAnswer):
+    """`/inference/v1/generate`, which vLLM 0.30 serves only with --enable-scale-out."""
+
+    path = "/inference/v1/generate"
+    features = True
+    start_offset = False
+    refusals: ClassVar[Mapping[int, str]] = {
+        404: "If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
+        "if the model is, see the names in /v1/models"
+    }
+
+    def body(
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
+    ) -> dict[str, Any]:
+        params = {**sampling_params, **({"routed_experts_prompt_start": start} if start else {})}
+        return {"sampling_params": params, "token_ids": list(prompt)}
+
+
+class Vllm(Server):
+    """vLLM, and whatever speaks its HTTP."""
+
+    name = "vllm"
+
+    @property
+    def product(self) -> str:
+        return "vLLM" if self.owner in (None, "vllm") else "unknown"
+
+    @classmethod
+    async def is_there(cls, lookups: Lookups) -> bool:
+        return await lookups.posts(VllmGenerate.path)
+
+    def generate(self, layout: ModelLayout | None, *, routed_experts: bool) -> Route:
+        return VllmGenerate()
+
+    def chat(self, layout: ModelLayout | None) -> Route:
+        return Chat()
+
+    def routes(self, layout: ModelLayout | None) -> Sequence[Route]:
+        return VllmGenerate(), Completions(), Chat()
+
+    def enable_routes(self) -> str:
+        if self.product == "vLLM" and not at_least(self.version, "0.22"):
+            return "vLLM sends them from 0.22 on; update it, and start it with --enable-return-routed-experts"
+        return (
+            "start vLLM with --enable-return-routed-experts (and --enable-scale-out); a model without MoE layers "
+            "has none"
+        )
+
+    def not_served(self, route: Route) -> str:
+        if route.path == VllmGenerate.path and at_least(self.version, "0.30"):
+            return "start vLLM with --enable-scale-out"
+        return super().not_served(route)
