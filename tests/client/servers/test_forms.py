@@ -8,7 +8,7 @@ import pytest
 from rtk import ModelLayout
 from rtk.client.servers.fields import only
 from rtk.client.servers.openai_routes import Chat, Completions
-from rtk.client.servers.sglang import SglangGenerate
+from rtk.client.servers.sglang import SglangChat, SglangCompletions, SglangGenerate
 from rtk.client.servers.vllm import VllmGenerate
 from rtk.errors import PayloadError
 

@@ -236,7 +236,7 @@ def test_without_megatron_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", None)
     monkeypatch.delitem(sys.modules, "rtk.replay.live.megatron", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'rtk\[megatron\]'"):
-        import rtk.replay.megatron  # noqa: F401
+        from rtk.replay import megatron  # noqa: F401
 
 
 def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
