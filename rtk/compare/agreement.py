@@ -19,8 +19,8 @@ from rtk.errors import TraceError
 from rtk.layout.model_layout import ModelLayout
 from rtk.trace.plausible import same_experts
 from rtk.trace.route_trace import RouteTrace
-from rtk.usage import as_traces, bootstrap
-from rtk.usage.selection import slots
+from rtk.usage import bootstrap
+from rtk.usage.selection import as_traces, slots
 
 if TYPE_CHECKING:
     import pandas as pd

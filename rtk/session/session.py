@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,12 +11,13 @@ from typing import Any, Self, TypeVar, Unpack
 from rtk import loops
 from rtk.client.generator import RemoteInferenceGenerator
 from rtk.client.result import GenerateChunk, RemoteGenerateResult
-from rtk.client.sampling_params import SamplingParams, in_signature, settings
+from rtk.client.sampling_params import settings
 from rtk.doctor import DoctorReport, Target, examine
 from rtk.errors import LayoutError
 from rtk.layout.model_layout import ModelLayout
 from rtk.session.many import Job, ManySamples, SampleFailure, jobs_for
 from rtk.session.many import run as run_many
+from rtk.session.options import ManyOptions, SampleOptions, split, takes
 from rtk.session.progress import Progress
 from rtk.session.prompts import PlainPrompt, Prompt, plain, plain_list
 from rtk.session.sample import Sample
@@ -66,16 +66,8 @@ class Session:
         # A cell that runs `session = rtk.connect(...)` again drops the old session without closing it.
         weakref.finalize(self, _close_in_background, generator)
 
-    @in_signature
-    def sample(
-        self,
-        prompt: Prompt,
-        *,
-        routes: bool = True,
-        on_text: Callable[[str], None] | None = None,
-        source: Mapping[str, Any] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> Sample:
+    @takes(SampleOptions)
+    def sample(self, prompt: Prompt, **options: Unpack[SampleOptions]) -> Sample:
         """Generate from one prompt, blocking until it is done.
 
         Args:
@@ -85,49 +77,32 @@ class Session:
             on_text: called with the text generated so far as it grows, in the caller's thread; once, at the
                 end, where the server cannot stream routes.
             source: added to the trace's own `source`, for example {"domain": "french"}.
-            params: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
+            max_tokens, temperature, ...: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
 
         Raises:
             PromptError: the prompt has none of these forms.
             LayoutError: routes are wanted and the model's layout is unknown; raised before sampling.
             ServerError, PayloadError, RoutesMissing: as `RemoteInferenceGenerator.generate`.
         """
+        call, params = split(options, SampleOptions)
         chosen, asked = settings(params), plain(prompt)
+        routes, on_text, source = call["routes"], call["on_text"], call["source"]
         if on_text is None:
             return loops.background.run(self._sample(asked, chosen, routes, source, None))
         relay: loops.Relay[str] = loops.Relay()
         work = self._sample(asked, chosen, routes, source, relay.send)
         return relay.run(loops.background, work, on_text)
 
-    @in_signature
-    async def asample(
-        self,
-        prompt: Prompt,
-        *,
-        routes: bool = True,
-        on_text: Callable[[str], None] | None = None,
-        source: Mapping[str, Any] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> Sample:
+    @takes(SampleOptions)
+    async def asample(self, prompt: Prompt, **options: Unpack[SampleOptions]) -> Sample:
         """As `sample`, awaitable. on_text is called on the awaiting loop, whose handler gets what it raises."""
+        call, params = split(options, SampleOptions)
         chosen, asked = settings(params), plain(prompt)
-        send = None if on_text is None else _on_this_loop(on_text)
-        return await loops.background.arun(self._sample(asked, chosen, routes, source, send))
+        send = None if call["on_text"] is None else _on_this_loop(call["on_text"])
+        return await loops.background.arun(self._sample(asked, chosen, call["routes"], call["source"], send))
 
-    @in_signature
-    def sample_many(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        n: int = 1,
-        concurrency: int = 32,
-        out: str | os.PathLike[str] | None = None,
-        routes: bool = True,
-        progress: bool = True,
-        on_sample: Callable[[Sample | SampleFailure], None] | None = None,
-        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> ManySamples:
+    @takes(ManyOptions)
+    def sample_many(self, prompts: Iterable[Prompt], **options: Unpack[ManyOptions]) -> ManySamples:
         """Generate from many prompts, blocking until all are done or have failed.
 
         A failure stops none of the others. An interrupt cancels what is in flight; what was finished is kept in
@@ -144,7 +119,7 @@ class Session:
             progress: whether to show a bar, in a terminal and in a notebook.
             on_sample: called with each sample or failure as it comes, in the caller's thread.
             source: as for `sample`; one for all prompts, or a list with one for each.
-            params: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
+            max_tokens, temperature, ...: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
 
         Returns:
             the samples, in the order of the prompts, with the failures beside them.
@@ -156,34 +131,25 @@ class Session:
             SamplesFileError: out is of another kind, damaged, in use, or holds samples with other settings.
         """
         relay: loops.Relay[Sample | SampleFailure] = loops.Relay()
-        result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
-        work = run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=relay.send)
-        with Progress(result, on_sample, shown=progress) as bar:
+        call, result, jobs = self._many(prompts, options)
+        work = run_many(
+            self, jobs, result, concurrency=call["concurrency"], routes=call["routes"], send=relay.send
+        )
+        with Progress(result, call["on_sample"], shown=call["progress"]) as bar:
             relay.run(loops.background, work, bar.advance)
         self.unfinished = None
         return result
 
-    @in_signature
-    async def asample_many(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        n: int = 1,
-        concurrency: int = 32,
-        out: str | os.PathLike[str] | None = None,
-        routes: bool = True,
-        progress: bool = True,
-        on_sample: Callable[[Sample | SampleFailure], None] | None = None,
-        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> ManySamples:
+    @takes(ManyOptions)
+    async def asample_many(self, prompts: Iterable[Prompt], **options: Unpack[ManyOptions]) -> ManySamples:
         """As `sample_many`, awaitable. on_sample is called on the awaiting loop, whose handler gets what it raises."""
-        result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
-        with Progress(result, on_sample, shown=progress) as bar:
+        call, result, jobs = self._many(prompts, options)
+        with Progress(result, call["on_sample"], shown=call["progress"]) as bar:
             send = _on_this_loop(bar.advance)
-            await loops.background.arun(
-                run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=send)
+            work = run_many(
+                self, jobs, result, concurrency=call["concurrency"], routes=call["routes"], send=send
             )
+            await loops.background.arun(work)
         self.unfinished = None
         return result
 
@@ -229,14 +195,12 @@ class Session:
     def _many(
         self,
         prompts: Iterable[Prompt],
-        n: int,
-        concurrency: int,
-        out: str | os.PathLike[str] | None,
-        routes: bool,
-        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        params: Mapping[str, Any],
-    ) -> tuple[ManySamples, list[Job]]:
+        options: Mapping[str, Any],
+    ) -> tuple[dict[str, Any], ManySamples, list[Job]]:
         """Everything that can be wrong is said here, before anything is sent."""
+        call, params = split(options, ManyOptions)
+        n, concurrency, out, source = call["n"], call["concurrency"], call["out"], call["source"]
+        routes = call["routes"]
         if n < 1 or concurrency < 1:
             raise ValueError(f"n is {n} and concurrency {concurrency}; each is at least 1")
         self._need_layout(routes)
@@ -253,7 +217,7 @@ class Session:
             )
         result = ManySamples(jobs, file)
         self.unfinished = result
-        return result, jobs
+        return call, result, jobs
 
     def _need_layout(self, routes: bool) -> None:
         if routes and self.layout is None:

@@ -22,7 +22,7 @@ from rtk.replay.layouts.expand import checked_mtp, expand, padding_rule
 from rtk.replay.layouts.orders import Tokens, other_orders, tokens_of
 from rtk.replay.layouts.shard import Shard
 from rtk.trace.route_trace import RouteTrace
-from rtk.usage import as_traces
+from rtk.usage.selection import as_traces
 
 Traces = RouteTrace | Iterable[RouteTrace]
 
