@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtk.errors import TraceError
+from rtk.extras import needs
 from rtk.layout.model_layout import ModelLayout
 from rtk.trace.plausible import same_experts
 from rtk.trace.route_trace import RouteTrace
@@ -30,6 +31,7 @@ _TAUS = (2.0, 5.0, 10.0)
 _NO_LOGPROB = -9998.0
 
 
+@needs("pandas")
 def agreement(a: RouteTrace | Iterable[RouteTrace], b: RouteTrace | Iterable[RouteTrace]) -> pd.DataFrame:
     """Compare the routes of the same tokens, layer by layer.
 
@@ -66,6 +68,7 @@ def agreement(a: RouteTrace | Iterable[RouteTrace], b: RouteTrace | Iterable[Rou
     )
 
 
+@needs("pandas")
 def router_saturation(
     early: RouteTrace | Iterable[RouteTrace],
     final: RouteTrace | Iterable[RouteTrace],
@@ -233,6 +236,7 @@ def mismatch(
     )
 
 
+@needs("pandas")
 def by_position(
     a: RouteTrace | Iterable[RouteTrace], b: RouteTrace | Iterable[RouteTrace], *, spans: int = 16
 ) -> pd.DataFrame:

@@ -504,7 +504,7 @@ def test_the_embedded_server_is_healthy(embedded_server):
 
 
 def test_the_embedded_server_without_routes_says_its_own_flag():
-    pytest.importorskip("transformers", reason="needs rtk[embedded]")
+    pytest.importorskip("transformers", reason="needs moe-rtk[embedded]")
     with rtk.serve.embedded(routed_experts=False) as server, rtk.connect(server.url) as session:
         report = session.doctor()
     assert failed(report) == ["/inference/v1/generate"]

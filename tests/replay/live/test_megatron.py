@@ -21,8 +21,8 @@ from rtk.serve import shipped
 from tests.replay import engines
 
 pytestmark = pytest.mark.megatron
-torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
-pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
+torch = pytest.importorskip("torch", reason="needs moe-rtk[megatron]")
+pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
 
 TOKENS = [5, 77, 200, 13, 42, 99, 101, 8, 64, 17]
 
@@ -235,7 +235,7 @@ def test_a_router_without_replay_is_named(stage, monkeypatch):
 def test_without_megatron_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", None)
     monkeypatch.delitem(sys.modules, "rtk.replay.live.megatron", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'rtk\[megatron\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'moe-rtk\[megatron\]'"):
         from rtk.replay import megatron  # noqa: F401
 
 
