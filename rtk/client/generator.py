@@ -134,8 +134,8 @@ class RemoteInferenceGenerator:
         """Generate n sequences from one prompt, in one request. Arguments and errors are those of `generate`.
 
         A chunk says by its `index` which sequence it belongs to. vLLM 0.30's generate route fails with an error of
-        its own in mid-stream for n > 1; whole, it answers. SGLang is sent n requests, with seed + i where there is a
-        seed, as vLLM seeds them.
+        its own in mid-stream for n > 1; whole, it answers. A server that has no such request (SGLang, SkyRL) is sent n
+        of them, with seed + i where there is a seed, as vLLM seeds them.
         """
         route = self.server.generate(self.layout, routed_experts=routed_experts)
         self._check_stream(route, routed_experts, on_chunk)
@@ -213,7 +213,7 @@ class RemoteInferenceGenerator:
     async def _each_alone(
         self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], n: int, **options: Any
     ) -> list[RemoteGenerateResult]:
-        """SGLang answers n > 1 with a list, of which one damaged member would cost all."""
+        """One request a sequence, where the route has no better way; sequence i has seed + i, as vLLM seeds them."""
         seed = sampling_params.get("seed")
         each = [
             sampling_params if seed is None else {**sampling_params, "seed": seed + index}
@@ -277,11 +277,11 @@ class RemoteInferenceGenerator:
         url = self.proxy_url + route.path
         if on_chunk is None:
             return reading.whole(
-                await self._transport.json("POST", url, body, headers, retry=self.retry, hints=route.refusals)
+                await self._transport.json("POST", url, body, headers, retry=self.retry, advice=route.advice)
             )
         streamed = {**body, "stream": True}
         async for event in self._transport.events(
-            url, streamed, headers, retry=self.retry, hints=route.refusals
+            url, streamed, headers, retry=self.retry, advice=route.advice
         ):
             reading.piece(event, on_chunk)
         return reading.end()

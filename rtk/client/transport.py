@@ -9,7 +9,7 @@ import os
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -18,6 +18,7 @@ import aiohttp
 
 from rtk.client import body as wire_body
 from rtk.client import receive
+from rtk.client.servers.route import general_advice
 from rtk.errors import (
     PayloadError,
     RequestRejected,
@@ -35,7 +36,6 @@ _log = logging.getLogger(__name__)
 # request into a socket that the server has just closed.
 _KEEP_ALIVE_S = 4.0
 # Other lines of a stream of server-sent events; what is none of them was garbled on its way.
-_NO_HINTS: Mapping[int, str] = {}
 _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
 
 # Sessions that a forked child got from its parent, kept so that nothing ever closes them there.
@@ -113,6 +113,10 @@ class Timeouts:
                 raise ValueError(
                     f"{name} is {value}; it is a number of seconds above 0, or None for no limit"
                 )
+
+
+#: What to do about an HTTP status and the server's words for it; empty for nothing.
+Advice = Callable[[int, str], str]
 
 
 class NotAnAnswer(Exception):
@@ -193,12 +197,12 @@ class Transport:
         *,
         retry: RetryPolicy,
         timeouts: Timeouts | None = None,
-        hints: Mapping[int, str] = _NO_HINTS,
+        advice: Advice = general_advice,
     ) -> dict[str, Any]:
         """Send a request and return the JSON object that came back.
 
         Args:
-            hints: what to do about a status that refuses the request, for the message.
+            advice: what to do about a status of 400 or more, for the message.
 
         Raises:
             RequestRejected, ServerFailed, ServerUnreachable, ServerTimeout, PayloadError.
@@ -210,7 +214,7 @@ class Transport:
         while True:
             try:
                 async with await self._begin(method, url, data, headers, limits) as response:
-                    return _json_object(await receive.body(response), response, url, hints)
+                    return _json_object(await receive.body(response), response, url, advice)
             except FAILURES as error:
                 await tries.after(error)
 
@@ -221,9 +225,9 @@ class Transport:
         headers: Mapping[str, str],
         *,
         retry: RetryPolicy,
-        hints: Mapping[int, str] = _NO_HINTS,
+        advice: Advice = general_advice,
     ) -> AsyncIterator[dict[str, Any]]:
-        """The JSON objects of an answer in server-sent events, up to its [DONE]. Only the connecting is ever retried.
+        """The JSON objects of an answer in server-sent events, up to its [DONE]. Sent again is only what has brought no event yet.
 
         Raises:
             RequestRejected, ServerFailed, ServerUnreachable, ServerTimeout, PayloadError.
@@ -234,33 +238,48 @@ class Transport:
         while True:
             try:
                 response = await self._begin("POST", url, data, headers, self.timeouts)
-                if response.status < 400:
-                    break
-                async with response:
-                    _json_object(await receive.body(response), response, url, hints)
+                if response.status >= 400:
+                    async with response:
+                        _json_object(await receive.body(response), response, url, advice)
             except FAILURES as error:
                 await tries.after(error)
-        async with response:
-            lines = receive.lines(response.content)
-            while True:
-                try:
-                    line = await anext(lines, None)
-                except TimeoutError as error:
-                    raise ServerTimeout(_late(error, self.timeouts, url), url=url) from error
-                except aiohttp.ClientError as error:
-                    raise ServerUnreachable(
-                        f"{url}: the connection broke in mid-stream: {error}", url=url
-                    ) from error
-                if line is None:
-                    raise PayloadError(f"{url}: the stream ended without its [DONE] line: it was cut")
-                if not line.startswith(b"data:"):
-                    if line.strip() and not line.startswith(_OTHER_FIELDS):
-                        raise PayloadError(f"{url}: a line of the stream is no event: {bytes(line[:200])!r}")
-                    continue
-                del line[:5]  # moves nothing, where a slice would copy all the routes
-                if line[:20].strip() == b"[DONE]":
-                    return
-                yield _event(line, url)
+                continue
+            begun = False
+            try:
+                async with response:
+                    async for event in self._read_events(response, url, advice):
+                        begun = True
+                        yield event
+                return
+            except ServerFailed as error:
+                # A server that is not available for now may say so in the first event of an answer with status 200.
+                if begun or error.status == 200:
+                    raise
+                await tries.after(error)
+
+    async def _read_events(
+        self, response: aiohttp.ClientResponse, url: str, advice: Advice
+    ) -> AsyncIterator[dict[str, Any]]:
+        lines = receive.lines(response.content)
+        while True:
+            try:
+                line = await anext(lines, None)
+            except TimeoutError as error:
+                raise ServerTimeout(_late(error, self.timeouts, url), url=url) from error
+            except aiohttp.ClientError as error:
+                raise ServerUnreachable(
+                    f"{url}: the connection broke in mid-stream: {error}", url=url
+                ) from error
+            if line is None:
+                raise PayloadError(f"{url}: the stream ended without its [DONE] line: it was cut")
+            if not line.startswith(b"data:"):
+                if line.strip() and not line.startswith(_OTHER_FIELDS):
+                    raise PayloadError(f"{url}: a line of the stream is no event: {bytes(line[:200])!r}")
+                continue
+            del line[:5]  # moves nothing, where a slice would copy all the routes
+            if line[:20].strip() == b"[DONE]":
+                return
+            yield _event(line, url, advice)
 
     async def aclose(self) -> None:
         """Close the session. Never raises: a failure while closing is logged."""
@@ -440,7 +459,7 @@ def _json_body(
 
 
 def _json_object(
-    raw: bytes | bytearray, response: aiohttp.ClientResponse, url: str, hints: Mapping[int, str]
+    raw: bytes | bytearray, response: aiohttp.ClientResponse, url: str, advice: Advice
 ) -> dict[str, Any]:
     status = response.status
     try:
@@ -450,7 +469,7 @@ def _json_object(
     if 400 <= status < 500:
         text = _server_text(payload) or raw[:500].decode("utf-8", "replace") or "no explanation"
         raise RequestRejected(
-            f"{url} refused the request (HTTP {status}): {text}{_hint(status, hints)}",
+            _advised(f"{url} refused the request (HTTP {status}): {text}", advice, status, text),
             url=url,
             status=status,
             retry_after_s=retry_after(response),
@@ -460,7 +479,7 @@ def _json_object(
     if status >= 500:
         text = _server_text(payload) or raw[:500].decode("utf-8", "replace")
         raise ServerFailed(
-            f"{url} failed (HTTP {status}): {text}",
+            _advised(f"{url} failed (HTTP {status}): {text}", advice, status, text),
             url=url,
             status=status,
             retry_after_s=retry_after(response),
@@ -477,15 +496,12 @@ def _server_text(payload: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _hint(status: int, hints: Mapping[int, str]) -> str:
-    if status in hints:
-        return f". {hints[status]}"
-    if status in (401, 403):
-        return ". Give the server's key as api_key=..., or what else it wants in headers=..."
-    return ""
+def _advised(message: str, advice: Advice, status: int, said: str) -> str:
+    what = advice(status, said)
+    return f"{message}. {what}" if what else message
 
 
-def _event(data: bytearray, url: str) -> dict[str, Any]:
+def _event(data: bytearray, url: str, advice: Advice) -> dict[str, Any]:
     try:
         event = wire_body.parse(data)
     except ValueError as error:
@@ -493,5 +509,14 @@ def _event(data: bytearray, url: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise PayloadError(f"{url}: an event of the stream is no JSON object: {bytes(data[:200])!r}")
     if "error" in event:
-        raise ServerFailed(f"{url} failed in mid-stream: {_server_text(event) or event}", url=url, status=200)
+        said, code = _server_text(event) or str(event), _code(event)
+        message = _advised(f"{url} failed in mid-stream: {said}", advice, code, said)
+        raise ServerFailed(message, url=url, status=code)
     return event
+
+
+def _code(event: Mapping[str, Any]) -> int:
+    """The HTTP status that an error event names; that of the stream itself where it names none."""
+    error = event["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 200

@@ -69,7 +69,7 @@ async def _connect(
     generator: RemoteInferenceGenerator, layout: ModelLayout | None, server: str | Server | None
 ) -> Session:
     try:
-        models = await _ask(generator, "/v1/models")
+        models = await _ask(generator, "GET", "/v1/models")
         card = _choose_model(models, generator.model_name, generator.proxy_url)
         lookups = Lookups(partial(_ask, generator), card)
         if isinstance(server, Server):
@@ -93,8 +93,10 @@ async def _connect(
     )
 
 
-async def _ask(generator: RemoteInferenceGenerator, path: str) -> dict[str, Any]:
-    return await generator.request("GET", path, retry=_ASK_ONCE, timeouts=_ASK_TIMEOUTS)
+async def _ask(
+    generator: RemoteInferenceGenerator, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    return await generator.request(method, path, body, retry=_ASK_ONCE, timeouts=_ASK_TIMEOUTS)
 
 
 def _choose_model(models: Mapping[str, Any], wanted: str | None, url: str) -> Mapping[str, Any]:

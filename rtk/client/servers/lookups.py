@@ -8,19 +8,22 @@ from typing import Any
 
 from rtk.errors import PayloadError, RequestRejected, RtkError, ServerFailed
 
+#: Sends a method, a path and a body, and returns the JSON object that came back.
+Ask = Callable[[str, str, Mapping[str, Any] | None], Awaitable[dict[str, Any]]]
+
 
 class Lookups:
-    """GETs of one server, remembered.
+    """Small requests to one server, remembered.
 
     Args:
-        get: asks for a path, once; raises as `RemoteInferenceGenerator.request`.
+        ask: sends a method, a path and a body, once; raises as `RemoteInferenceGenerator.request`.
         card: the chosen model's entry of `/v1/models`.
     """
 
-    def __init__(self, get: Callable[[str], Awaitable[dict[str, Any]]], card: Mapping[str, Any]) -> None:
-        self._get = get
+    def __init__(self, ask: Ask, card: Mapping[str, Any]) -> None:
+        self._send = ask
         self._card = card
-        self._asked: dict[str, asyncio.Task[dict[str, Any] | RtkError]] = {}
+        self._asked: dict[tuple[str, str], asyncio.Task[dict[str, Any] | RtkError]] = {}
 
     async def owner(self) -> str | None:
         """`owned_by` of the model."""
@@ -50,13 +53,18 @@ class Lookups:
         answer = await self._ask(path)
         return None if isinstance(answer, RtkError) else answer
 
-    async def _ask(self, path: str) -> dict[str, Any] | RtkError:
-        if path not in self._asked:
-            self._asked[path] = asyncio.create_task(self._once(path))
-        return await self._asked[path]
+    async def refusal_of_nothing(self, path: str) -> RequestRejected | None:
+        """How a path refuses an empty object, which no generate route takes; None where it does not."""
+        answer = await self._ask(path, "POST")
+        return answer if isinstance(answer, RequestRejected) else None
 
-    async def _once(self, path: str) -> dict[str, Any] | RtkError:
+    async def _ask(self, path: str, method: str = "GET") -> dict[str, Any] | RtkError:
+        if (method, path) not in self._asked:
+            self._asked[method, path] = asyncio.create_task(self._once(method, path))
+        return await self._asked[method, path]
+
+    async def _once(self, method: str, path: str) -> dict[str, Any] | RtkError:
         try:
-            return await self._get(path)
+            return await self._send(method, path, None if method == "GET" else {})
         except RtkError as error:
             return error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rtk.client import routed_experts as wire
@@ -26,7 +25,6 @@ class Route(ABC):
         features: whether it takes multi-modal inputs.
         start_offset: whether it leaves out the rows before the token that was asked for.
         cache_salt: the body's field that keeps prefix caches apart.
-        refusals: what to do about an HTTP status that refuses a request, as the end of a sentence.
     """
 
     path: str
@@ -37,11 +35,19 @@ class Route(ABC):
     features: ClassVar[bool] = False
     start_offset: ClassVar[bool] = True
     cache_salt: ClassVar[str] = "cache_salt"
-    refusals: ClassVar[Mapping[int, str]] = MappingProxyType({})
 
     def can_stream(self, routed_experts: bool) -> bool:
         """Whether an answer can be streamed, with routes or without."""
         return self.streams_routes if routed_experts else self.streams
+
+    def advice(self, status: int, said: str) -> str:
+        """What to do about an HTTP status of 400 or more, as a sentence without its full stop; empty for nothing.
+
+        Args:
+            status: the status.
+            said: the server's own words, which stand before the advice already.
+        """
+        return general_advice(status, said)
 
     @abstractmethod
     def body(
@@ -91,3 +97,10 @@ class Route(ABC):
     @abstractmethod
     def routed_experts(self, payload: Json, choice: Json) -> wire.Routes | None:
         """Its routes `[rows, layers, top_k]`, or None where it has none."""
+
+
+def general_advice(status: int, said: str) -> str:
+    """What can be said of a status whatever the route."""
+    if status in (401, 403):
+        return "Give the server's key as api_key=..., or what else it wants in headers=..."
+    return ""

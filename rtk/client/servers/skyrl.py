@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from rtk.client.servers.lookups import Lookups
 from rtk.client.servers.openai_routes import Chat, Completions
@@ -23,7 +22,11 @@ class SkyrlGenerate(VllmGenerate):
     streams_routes = False
     several = False
     features = False
-    refusals: ClassVar[Mapping[int, str]] = {404: "The server is no SkyRL server: use server='vllm'"}
+
+    def advice(self, status: int, said: str) -> str:
+        if status == 404:
+            return "The server is no SkyRL server: use server='vllm'"
+        return super().advice(status, said)
 
 
 class Skyrl(Vllm):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from rtk.client.servers.fields import Json
 from rtk.client.servers.lookups import Lookups
@@ -21,16 +21,27 @@ class VllmGenerate(VllmAnswer):
     path = "/inference/v1/generate"
     features = True
     start_offset = False
-    refusals: ClassVar[Mapping[int, str]] = {
-        404: "If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
-        "if the model is, see the names in /v1/models"
-    }
+
+    def advice(self, status: int, said: str) -> str:
+        if status == 404:
+            return (
+                "If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
+                "if the model is, see the names in /v1/models"
+            )
+        if status == 403 and is_switched_off(said):
+            return "Or sample by its OpenAI routes, with server='completions'"
+        return super().advice(status, said)
 
     def body(
         self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
     ) -> dict[str, Any]:
         params = {**sampling_params, **({"routed_experts_prompt_start": start} if start else {})}
         return {"sampling_params": params, "token_ids": list(prompt)}
+
+
+def is_switched_off(said: str) -> bool:
+    """Whether a 403 is what vLLM 0.32 and newer answer without --enable-scale-out, and not about a key."""
+    return "--enable-scale-out" in said
 
 
 class Vllm(Server):
@@ -44,7 +55,11 @@ class Vllm(Server):
 
     @classmethod
     async def is_there(cls, lookups: Lookups) -> bool:
-        return await lookups.posts(VllmGenerate.path)
+        if not await lookups.posts(VllmGenerate.path):
+            return False
+        # From 0.32 on the path is there without --enable-scale-out as well, and refuses whatever is posted.
+        refusal = await lookups.refusal_of_nothing(VllmGenerate.path)
+        return refusal is None or not is_switched_off(str(refusal))
 
     def generate(self, layout: ModelLayout | None, *, routed_experts: bool) -> Route:
         return VllmGenerate()

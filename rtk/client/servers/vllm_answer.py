@@ -10,6 +10,9 @@ from rtk.client.servers.fields import Alternatives, Json, all_floored, floored, 
 from rtk.client.servers.route import Route
 from rtk.errors import PayloadError
 
+# What vLLM 0.34 answers while it is paused by "abort" or "wait"; older ones let requests wait.
+_PAUSED = "Generation is paused"
+
 
 class VllmAnswer(Route):
     """An answer in choices, as all of vLLM's routes give it; they differ in where logprobs stand.
@@ -17,6 +20,11 @@ class VllmAnswer(Route):
     vLLM 0.22 and newer send one array; 0.21 sends the prompt's rows apart, as `prompt_routed_experts` of the
     answer, before the generated tokens' rows in the choice. Joined in this order they are the one array.
     """
+
+    def advice(self, status: int, said: str) -> str:
+        if status == 503 and _PAUSED in said:
+            return "The server is paused: resume it, by POST /resume or RemoteInferenceClient.resume()"
+        return super().advice(status, said)
 
     def choices(self, payload: Json) -> Sequence[Json]:
         choices = payload.get("choices")
@@ -52,7 +60,7 @@ class VllmAnswer(Route):
             )
         try:
             return [
-                {named_token(entry["token"]): floored(entry["logprob"]) for entry in token["top_logprobs"]}
+                {_token_of(entry): floored(entry["logprob"]) for entry in token["top_logprobs"]}
                 for token in content
             ]
         except (KeyError, TypeError) as error:
@@ -98,6 +106,14 @@ class VllmAnswer(Route):
         # A single generated token was never forwarded, so there is nothing beside the prompt's rows.
         parts = [wire.decode(part) for part in (of_prompt, of_choice) if part not in (None, [])]
         return wire.join(parts)
+
+
+def _token_of(entry: Json) -> int:
+    """The token of an alternative: `token_id` from vLLM 0.32 on, before that `token`, which is "token_id:17"."""
+    if "token_id" not in entry:
+        return named_token(entry["token"])
+    (token,) = token_ids([entry["token_id"]])
+    return token
 
 
 def named_token(token: object) -> int:
