@@ -263,6 +263,8 @@ class RemoteInferenceGenerator:
         # Servers reject some of these as null, so what is not set is not sent.
         extras = {"model": model or self.model_name, route.cache_salt: cache_salt, "features": features}
         body |= {name: value for name, value in extras.items() if value is not None}
+        if session_id == "":
+            raise ValueError("session_id is empty; leave it out where there is no session")
         headers = {} if session_id is None else {"X-Session-ID": session_id}
         reading = Reading(
             route,

@@ -205,10 +205,14 @@ def _has_routes(asked: Asked) -> bool:
     return isinstance(asked, Answer) and asked.routes is not None
 
 
+def _not_served(route: Route, asked: Asked, server: Server) -> str | None:
+    return server.not_served(route, asked.status, str(asked)) if isinstance(asked, RequestRejected) else None
+
+
 def _endpoint(route: Route, asked: Asked, server: Server, fallback: Route | None) -> Finding:
     """The endpoint that rtk samples from, unless it has to make do with another one."""
-    if isinstance(asked, RequestRejected) and asked.status == 404:
-        advice = server.not_served(route)
+    advice = _not_served(route, asked, server)
+    if isinstance(asked, RequestRejected) and advice is not None:
         if fallback is not None:
             advice += f"; until then rtk samples from {fallback.path}"
             advice += "" if fallback.streams_routes else ", which streams no routes"
@@ -220,7 +224,7 @@ def _endpoint(route: Route, asked: Asked, server: Server, fallback: Route | None
 
 def _other_endpoint(route: Route, asked: Asked, server: Server) -> Finding:
     if isinstance(asked, RequestRejected):
-        if asked.status in (404, 405):
+        if _not_served(route, asked, server) is not None:
             return Finding(route.path, "skipped", f"is not served (HTTP {asked.status})")
         if route.chat:
             return Finding(route.path, "skipped", f"refuses a chat (HTTP {asked.status}): {_reason(asked)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -318,9 +319,17 @@ class Session:
                 "sampled_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "sampling_params": settings,
                 "stop_reason": result.stop_reason,
+                **_versions(result),
                 **source,
             },
         )
+
+
+def _versions(result: RemoteGenerateResult) -> dict[str, Any]:
+    """Which weights sampled which generated tokens, for a trace's source; nothing where the server does not say."""
+    if result.weight_versions is None:
+        return {}
+    return {"weight_versions": [dataclasses.asdict(span) for span in result.weight_versions]}
 
 
 def _on_this_loop(callback: Callable[[T], None]) -> Callable[[T], None]:

@@ -67,7 +67,8 @@ class Chat(VllmAnswer):
 
 
 def _extras(sampling_params: Json, start: int) -> dict[str, Any]:
-    extras: dict[str, Any] = {"return_token_ids": True}
+    # Both are for vLLM; a version that does not know one of them leaves it out of its answer.
+    extras: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True}
     if sampling_params.get("logprobs"):
         extras["return_tokens_as_token_ids"] = True  # alternatives are named by their text otherwise
     if start:

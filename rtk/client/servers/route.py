@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rtk.client import routed_experts as wire
-from rtk.client.result import GenerateChunk
+from rtk.client.result import GenerateChunk, WeightVersionSpan
 from rtk.client.servers.fields import Alternatives, Json
 
 #: A prompt as a route takes it: token ids, or for a chat its messages.
@@ -93,6 +93,14 @@ class Route(ABC):
     @abstractmethod
     def request_id(self, payload: Json) -> str | None:
         """The server's name for the request."""
+
+    def weight_versions(self, choice: Json) -> list[WeightVersionSpan] | None:
+        """Which weights sampled which tokens, where the answer says it."""
+        return None
+
+    def events_end(self, event: Json) -> bool:
+        """Whether an event of a stream speaks of the whole answer, and of none of its sequences."""
+        return event.get("choices") == [] or ("choices" not in event and "usage" in event)
 
     @abstractmethod
     def routed_experts(self, payload: Json, choice: Json) -> wire.Routes | None:

@@ -81,8 +81,16 @@ class Server(ABC):
     def enable_routes(self) -> str:
         """What to do where answers come without routed experts, as a sentence without its full stop."""
 
-    def not_served(self, route: Route) -> str:
-        """What to do where a route of `routes` is not there, in the same form."""
+    def not_served(self, route: Route, status: int, said: str) -> str | None:
+        """What to do where a refusal means that a route of `routes` is not there; None where it means something else.
+
+        Args:
+            route: what was asked.
+            status: the HTTP status of the refusal.
+            said: the server's own words.
+        """
+        if status not in (404, 405):
+            return None
         return "this server may be of another kind, or a proxy does not pass it on"
 
     @property

@@ -103,9 +103,7 @@ class SglangGenerate(Route):
         }
         if of_prompt is not None:
             body["logprob_start_len"] = 0
-        if routed_experts:
-            body |= {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
-        return body
+        return body | _wanted(routed_experts, start)
 
     def choices(self, payload: Json) -> Sequence[Json]:
         meta = payload.get("meta_info")
@@ -155,27 +153,54 @@ class SglangGenerate(Route):
 
 
 class SglangCompletions(Completions):
-    """SGLang's `/v1/completions`, which has its routes in `sgl_ext` and names no token ids."""
+    """SGLang's `/v1/completions` (0.5.23): routes stand in `sglext` of the response, those of choice 0 alone.
+
+    Args:
+        layout: the model's layout, which gives the routes their shape; None where no routes are wanted.
+    """
+
+    several = False
 
     def __init__(self, layout: ModelLayout | None) -> None:
         self._layout = layout
 
+    def body(
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
+    ) -> dict[str, Any]:
+        body = super().body(prompt, sampling_params, routed_experts=routed_experts)
+        return body | _wanted(routed_experts, start)
+
     def routed_experts(self, payload: Json, choice: Json) -> wire.Routes | None:
-        return _extension(choice, self._layout)
+        return _extension(payload, choice, self._layout)
 
 
 class SglangChat(Chat):
     """SGLang's `/v1/chat/completions`, as its completions."""
 
+    several = False
+
     def __init__(self, layout: ModelLayout | None) -> None:
         self._layout = layout
 
+    def body(
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
+    ) -> dict[str, Any]:
+        body = super().body(prompt, sampling_params, routed_experts=routed_experts)
+        return body | _wanted(routed_experts, start)
+
     def routed_experts(self, payload: Json, choice: Json) -> wire.Routes | None:
-        return _extension(choice, self._layout)
+        return _extension(payload, choice, self._layout)
 
 
-def _extension(choice: Json, layout: ModelLayout | None) -> wire.Routes | None:
-    extension = choice.get("sgl_ext")
+def _wanted(routed_experts: bool, start: int) -> dict[str, Any]:
+    if not routed_experts:
+        return {}
+    return {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
+
+
+def _extension(payload: Json, choice: Json, layout: ModelLayout | None) -> wire.Routes | None:
+    """Releases before 0.5.9 have the extension in the choice, under another name (by its documentation)."""
+    extension = payload.get("sglext") or choice.get("sgl_ext")
     encoded = extension.get("routed_experts") if isinstance(extension, Mapping) else None
     return None if encoded is None else _shaped(encoded, layout)
 

@@ -75,10 +75,12 @@ class Vllm(Server):
             return "vLLM sends them from 0.22 on; update it, and start it with --enable-return-routed-experts"
         return (
             "start vLLM with --enable-return-routed-experts (and --enable-scale-out); a model without MoE layers "
-            "has none"
+            "has none, and a SkyRL server has them under server='skyrl' alone"
         )
 
-    def not_served(self, route: Route) -> str:
-        if route.path == VllmGenerate.path and at_least(self.version, "0.30"):
+    def not_served(self, route: Route, status: int, said: str) -> str | None:
+        # 0.30 answers 404 without the flag, 0.32 and newer a 403 that names it.
+        missing = status == 404 and at_least(self.version, "0.30")
+        if route.path == VllmGenerate.path and (missing or (status == 403 and is_switched_off(said))):
             return "start vLLM with --enable-scale-out"
-        return super().not_served(route)
+        return super().not_served(route, status, said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rtk.client import routed_experts as wire
-from rtk.client.result import GenerateChunk
+from rtk.client.result import GenerateChunk, WeightVersionSpan
 from rtk.client.servers.fields import Alternatives, Json, all_floored, floored, short, token_ids
 from rtk.client.servers.route import Route
 from rtk.errors import PayloadError
@@ -95,6 +95,23 @@ class VllmAnswer(Route):
     def stop_match(self, choice: Json) -> str | int | None:
         match = choice.get("stop_reason")
         return match if isinstance(match, str | int) else None
+
+    def weight_versions(self, choice: Json) -> list[WeightVersionSpan] | None:
+        spans = choice.get("weight_versions")
+        if spans is None:
+            return None
+        try:
+            found = [WeightVersionSpan(span["version"], span["start"], span["end"]) for span in spans]
+        except (KeyError, TypeError):
+            found = []
+        if len(found) != len(spans) or not all(
+            isinstance(span.version, str) and type(span.start) is type(span.end) is int for span in found
+        ):
+            raise PayloadError(
+                f"weight_versions are {short(spans)}; objects of a version and the whole numbers start and end are "
+                "expected"
+            )
+        return found
 
     def request_id(self, payload: Json) -> str | None:
         return payload.get("request_id") or payload.get("id")

@@ -60,7 +60,7 @@ def test_a_real_completion(completions):
 def test_a_completion_asks_for_token_ids():
     body = Completions().body([1, 2], {"max_tokens": 3, "logprobs": 0}, routed_experts=True)
     assert body == {
-        "prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "return_token_ids": True,
+        "prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "return_token_ids": True, "return_weight_versions": True,
     }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_a_chat_asks_in_openais_names():
     messages = [{"role": "user", "content": "Hi"}]
     body = Chat().body(messages, {"max_tokens": 3, "logprobs": 2}, routed_experts=True, start=4)
     assert body == {
-        "messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True,
+        "messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_weight_versions": True,
         "return_tokens_as_token_ids": True, "routed_experts_prompt_start": 4,
     }  # fmt: skip
 
