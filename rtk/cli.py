@@ -129,7 +129,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _replay_check(options: argparse.Namespace) -> int:
     """0: lined up. 1: not lined up. 2: there was nothing to compare."""
     from rtk.replay.checks import layout_file
-    from rtk.trace.route_trace import load_traces
+    from rtk.trace.file import load_traces
 
     try:
         layout = layout_file.LayoutFile.read(options.layout)

@@ -12,7 +12,7 @@ from rtk.errors import RtkError
 from rtk.replay import ReplayReport, Shard, check
 from rtk.serve import embedded, shipped
 from rtk.session import Session, connect
-from rtk.trace.route_trace import RouteTrace, save_traces
+from rtk.trace import RouteTrace, save_traces
 
 _PIPELINE_SIZE = 2
 

@@ -21,7 +21,7 @@ from rtk.replay.layouts.expand import ExpandedRoutes, expand
 from rtk.replay.layouts.shard import Shard
 from rtk.replay.live import cpu_stand_ins, megatron
 from rtk.replay.live.stage import Stage
-from rtk.trace.route_trace import RouteTrace, load_traces
+from rtk.trace import RouteTrace, load_traces
 
 
 def main() -> None:

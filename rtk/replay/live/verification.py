@@ -24,7 +24,7 @@ from rtk.errors import ShardError
 from rtk.extras import install
 from rtk.layout.model_layout import ModelLayout
 from rtk.replay.layouts.shard import Shard
-from rtk.trace.route_trace import RouteTrace, save_traces
+from rtk.trace import RouteTrace, save_traces
 
 
 @dataclass(frozen=True)
