@@ -22,7 +22,7 @@ def test_widgets(without, monkeypatch):
     without("ipywidgets")
     for name in [name for name in sys.modules if name.startswith("rtk.widgets")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(rtk, "widgets", raising=False)
+    monkeypatch.delitem(vars(rtk), "widgets", raising=False)  # getattr would import it
     with pytest.raises(
         MissingPackage, match=r"rtk.widgets needs ipywidgets: pip install 'moe-rtk\[notebook\]'"
     ):
