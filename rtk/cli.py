@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rtk.errors import EmbeddedServerError, RtkError
+from rtk.extras import install
 from rtk.serve import shipped
 
 
@@ -96,7 +97,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         from rtk.serve.app import run
     except ModuleNotFoundError as error:
-        raise EmbeddedServerError(f"{error}: the server needs it; pip install 'rtk[embedded]'") from error
+        raise EmbeddedServerError(f"{error}: the server needs it; {install('embedded')}") from error
 
     run(
         options.model or shipped.find("tiny_moe"),
@@ -112,7 +113,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     """0: nothing failed. 1: a check failed. 2: there was nothing to examine."""
     from rtk.layout.model_layout import ModelLayout
-    from rtk.session.session import connect
+    from rtk.session import connect
 
     try:
         layout = ModelLayout.from_config(options.layout) if options.layout else None
@@ -127,8 +128,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _replay_check(options: argparse.Namespace) -> int:
     """0: lined up. 1: not lined up. 2: there was nothing to compare."""
-    from rtk.replay.layouts import layout_file
-    from rtk.trace.route_trace import load_traces
+    from rtk.replay.checks import layout_file
+    from rtk.trace.file import load_traces
 
     try:
         layout = layout_file.LayoutFile.read(options.layout)

@@ -11,8 +11,8 @@ from rtk import report, usage
 from rtk.errors import RtkError
 from rtk.replay import ReplayReport, Shard, check
 from rtk.serve import embedded, shipped
-from rtk.session.session import Session, connect
-from rtk.trace.route_trace import RouteTrace, save_traces
+from rtk.session import Session, connect
+from rtk.trace import RouteTrace, save_traces
 
 _PIPELINE_SIZE = 2
 

@@ -13,6 +13,10 @@ class RtkError(Exception):
     """Base of all of rtk's errors."""
 
 
+class MissingPackage(RtkError, ModuleNotFoundError):
+    """What was called needs a package that is not installed; the message says which, and how to install it."""
+
+
 class ServerError(RtkError):
     """Base of what goes wrong between rtk and an inference server.
 

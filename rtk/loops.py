@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from rtk.errors import LoopError
+from rtk.extras import need
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -158,7 +159,9 @@ def allow_nested_loops() -> None:
 
     Raises:
         LoopError: the running loop is uvloop's, which cannot be patched.
+        MissingPackage: nest-asyncio2 is not installed.
     """
+    need("nest_asyncio2", "rtk.allow_nested_loops")
     import nest_asyncio2
 
     try:

@@ -51,8 +51,8 @@ def trace(layout: ModelLayout) -> RouteTrace:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of the tiny model's architecture: four layers of which 0 and 2 are dense, eight experts, top-2, a vocabulary of single bytes."""
-    torch = pytest.importorskip("torch", reason="needs rtk[embedded]")
-    transformers = pytest.importorskip("transformers", reason="needs rtk[embedded]")
+    torch = pytest.importorskip("torch", reason="needs moe-rtk[embedded]")
+    transformers = pytest.importorskip("transformers", reason="needs moe-rtk[embedded]")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("random-moe")
@@ -86,7 +86,7 @@ def reference(model_folder: Path):
 @pytest.fixture(scope="session")
 def embedded_server() -> Iterator[rtk.serve.EmbeddedServer]:
     """The embedded server with the tiny model, one for all tests."""
-    pytest.importorskip("transformers", reason="the embedded server needs rtk[embedded]")
+    pytest.importorskip("transformers", reason="the embedded server needs moe-rtk[embedded]")
     with rtk.serve.embedded(max_model_len=512) as server:
         yield server
 

@@ -53,7 +53,7 @@ def test_unknown_words_print_the_usage(arguments):
 
 
 def test_serving_what_is_no_model_says_so(tmp_path, capsys):
-    pytest.importorskip("transformers", reason="the embedded server needs rtk[embedded]")
+    pytest.importorskip("transformers", reason="the embedded server needs moe-rtk[embedded]")
     assert cli.main(["serve", str(tmp_path), "--port", "0"]) == 1
     assert "cannot read the model config" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 # The same project under the name that conda-forge gives it.
-CONDA_NAMES = {"matplotlib-base": "matplotlib", "pytorch-cpu": "torch"}
+CONDA_NAMES = {"lazy_loader": "lazy-loader", "matplotlib-base": "matplotlib", "pytorch-cpu": "torch"}
 
 
 def split(requirement: str) -> tuple[str, str]:
@@ -23,11 +23,12 @@ def split(requirement: str) -> tuple[str, str]:
 
 def test_environment_yml_and_pyproject_name_the_same_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = dict(map(split, project["dependencies"] + project["optional-dependencies"]["embedded"]))
+    extras = project["optional-dependencies"]
+    wanted = dict(map(split, project["dependencies"] + extras["embedded"] + extras["notebook"]))
     wanted["python"] = project["requires-python"]
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     (pip,) = [entry["pip"] for entry in environment if isinstance(entry, dict)]
-    assert pip[-1] == "-e .[embedded]"
+    assert pip[-1] == "-e .[embedded,notebook]"
     listed = dict(split(entry) for entry in environment + pip[:-1] if isinstance(entry, str))
     del listed["pip"]
     assert listed == wanted

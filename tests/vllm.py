@@ -40,6 +40,7 @@ def running(model: Path, *flags: str, variables: Mapping[str, str] | None = None
     ]  # fmt: skip
     environment = {
         **os.environ,
+        **_of_version(),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -59,6 +60,21 @@ def running(model: Path, *flags: str, variables: Mapping[str, str] | None = None
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
+
+
+def installed() -> str:
+    """The version in the environment that `running` starts from."""
+    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    command = [os.environ["RTK_VLLM_PYTHON"], "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _of_version() -> dict[str, str]:
+    """What vLLM 0.31 and newer need to send routes on a CPU; tests/triton_stand_in says why."""
+    if tuple(map(int, installed().split(".")[:2])) < (0, 31):
+        return {}
+    stand_in = Path(__file__).parent / "triton_stand_in"
+    return {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": str(stand_in)}
 
 
 def _wait(health: str, process: subprocess.Popen[bytes], log) -> None:

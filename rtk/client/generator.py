@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from rtk.client.reading import Reading
 from rtk.client.result import GenerateChunk, RemoteGenerateResult
 from rtk.client.sampling_params import check_finite
-from rtk.client.servers import forms
+from rtk.client.servers import Prompt, Route, Server, by_name
 from rtk.client.transport import RetryPolicy, Timeouts, Transport, Verify
-from rtk.errors import LayoutError
 from rtk.layout.model_layout import ModelLayout
-
-Server = Literal["vllm", "completions", "skyrl", "sglang"]
-_SERVERS = get_args(Server)
 
 
 class RemoteInferenceGenerator:
@@ -31,7 +27,8 @@ class RemoteInferenceGenerator:
         server: "vllm" asks `/inference/v1/generate` for everything; "completions" asks `/v1/completions`,
             for a vLLM without --enable-scale-out; "skyrl" asks `/skyrl/v1/generate` when routed experts
             are wanted, as SkyRL's own client does, and vLLM's endpoint otherwise; "sglang" asks
-            `/generate`. See `can_stream` for what they stream.
+            `/generate`; "embedded" is rtk's own. Each is a file of `rtk.client.servers`, and an object of one of its
+            classes may be given too. See `can_stream` for what they stream.
         layout: the model's layers; SGLang's routes need it, since they come without their shape.
         api_key: sent as a bearer token.
         headers: sent with each request.
@@ -46,7 +43,7 @@ class RemoteInferenceGenerator:
         proxy_url: str,
         model_name: str | None = None,
         *,
-        server: Server = "vllm",
+        server: str | Server = "vllm",
         layout: ModelLayout | None = None,
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -55,11 +52,9 @@ class RemoteInferenceGenerator:
         verify: Verify = True,
         http_proxy: str | None = None,
     ) -> None:
-        if server not in _SERVERS:
-            raise ValueError(f"server is {server!r}; it is one of {', '.join(map(repr, _SERVERS))}")
         self.proxy_url = proxy_url.rstrip("/")
         self.model_name = model_name
-        self.server: Server = server
+        self.server = server if isinstance(server, Server) else by_name(server)()
         self.layout = layout
         self.retry = retry
         bearer = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -139,15 +134,14 @@ class RemoteInferenceGenerator:
         """Generate n sequences from one prompt, in one request. Arguments and errors are those of `generate`.
 
         A chunk says by its `index` which sequence it belongs to. vLLM 0.30's generate route fails with an error of
-        its own in mid-stream for n > 1; whole, it answers. SGLang is sent n requests, with seed + i where there is a
-        seed, as vLLM seeds them.
+        its own in mid-stream for n > 1; whole, it answers. A server that has no such request (SGLang, SkyRL) is sent n
+        of them, with seed + i where there is a seed, as vLLM seeds them.
         """
-        if on_chunk is not None and not self.can_stream(routed_experts):
-            raise ValueError(
-                f"server={self.server!r} cannot stream this: vLLM's completions send no routes in a stream, and "
-                "SGLang's streams are not read here. Leave out on_chunk"
-            )
-        if self.server == "sglang" and n > 1:
+        route = self.server.generate(self.layout, routed_experts=routed_experts)
+        self._check_stream(route, routed_experts, on_chunk)
+        if features is not None and not route.features:
+            raise ValueError(f"{route.path} takes no features; only vLLM's generate route does")
+        if n > 1 and not route.several:
             return await self._each_alone(
                 token_ids,
                 sampling_params,
@@ -159,11 +153,8 @@ class RemoteInferenceGenerator:
                 features=features,
                 model=model,
             )
-        form = self._form(routed_experts)
-        if features is not None and self.server in ("sglang", "completions"):
-            raise ValueError(f"server={self.server!r} takes no features; only vLLM's generate route does")
-        return await self._ask(
-            form,
+        return await self.ask(
+            route,
             token_ids,
             sampling_params,
             n=n,
@@ -171,11 +162,9 @@ class RemoteInferenceGenerator:
             routed_experts=routed_experts,
             start=routed_experts_start,
             session_id=session_id,
-            extras={
-                "model": model or self.model_name,
-                "extra_key" if self.server == "sglang" else "cache_salt": cache_salt,
-                "features": features,
-            },
+            cache_salt=cache_salt,
+            features=features,
+            model=model,
             on_chunk=on_chunk,
         )
 
@@ -205,15 +194,10 @@ class RemoteInferenceGenerator:
             RequestRejected: the model has no chat template, for example; and the other errors of `generate`.
             ValueError: the server is SGLang, whose chats name no token ids; or routes are wanted in a stream.
         """
-        if self.server == "sglang":
-            raise ValueError(
-                "SGLang's chat answers name no token ids: apply the model's chat template with transformers, and use "
-                "generate"
-            )
-        if on_chunk is not None and routed_experts:
-            raise ValueError("vLLM's chats send no routes in a stream: leave out on_chunk")
-        return await self._ask(
-            forms.Chat(self.layout),
+        route = self.server.chat(self.layout)
+        self._check_stream(route, routed_experts, on_chunk)
+        return await self.ask(
+            route,
             messages,
             sampling_params,
             n=n,
@@ -221,14 +205,15 @@ class RemoteInferenceGenerator:
             routed_experts=routed_experts,
             start=routed_experts_start,
             session_id=session_id,
-            extras={"model": model or self.model_name, "cache_salt": cache_salt},
+            cache_salt=cache_salt,
+            model=model,
             on_chunk=on_chunk,
         )
 
     async def _each_alone(
         self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], n: int, **options: Any
     ) -> list[RemoteGenerateResult]:
-        """SGLang answers n > 1 with a list, of which one damaged member would cost all."""
+        """One request a sequence, where the route has no better way; sequence i has seed + i, as vLLM seeds them."""
         seed = sampling_params.get("seed")
         each = [
             sampling_params if seed is None else {**sampling_params, "seed": seed + index}
@@ -238,57 +223,68 @@ class RemoteInferenceGenerator:
 
     def can_stream(self, routed_experts: bool) -> bool:
         """Whether `generate` takes on_chunk, with routes or without."""
-        return self.server in ("vllm", "skyrl") or (self.server == "completions" and not routed_experts)
+        return self.server.generate(self.layout, routed_experts=routed_experts).can_stream(routed_experts)
 
-    def _form(self, routed_experts: bool) -> forms.Form:
-        if self.server == "sglang":
-            if routed_experts and self.layout is None:
-                raise LayoutError(
-                    "SGLang sends routes without their shape: give the generator the model's layout, for example "
-                    "layout=rtk.ModelLayout.from_config('path/to/config.json')"
-                )
-            return forms.SglangGenerate(self.layout)
-        if self.server == "completions":
-            return forms.Completions(self.layout)
-        if self.server == "skyrl" and routed_experts:
-            return forms.VllmGenerate(forms.SKYRL_GENERATE)
-        return forms.VllmGenerate()
+    def _check_stream(self, route: Route, routed_experts: bool, on_chunk: object) -> None:
+        if on_chunk is not None and not route.can_stream(routed_experts):
+            what = "routes in a stream" if route.streams else "streams that are read here"
+            raise ValueError(
+                f"{route.path} of server={self.server.name!r} sends no {what}: leave out on_chunk"
+            )
 
-    async def _ask(
+    async def ask(
         self,
-        form: forms.Form,
-        prompt: forms.Prompt,
+        route: Route,
+        prompt: Prompt,
         sampling_params: Mapping[str, Any],
         *,
-        n: int,
         prompt_tokens: int | None,
-        routed_experts: bool,
-        start: int,
-        session_id: str | None,
-        extras: Mapping[str, Any],
-        on_chunk: Callable[[GenerateChunk], None] | None,
+        n: int = 1,
+        routed_experts: bool = False,
+        start: int = 0,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        features: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        on_chunk: Callable[[GenerateChunk], None] | None = None,
     ) -> list[RemoteGenerateResult]:
+        """Ask one route, whichever the server would be asked by. Arguments and errors are those of `generate_n`.
+
+        Args:
+            route: one of the server's `routes`.
+            prompt: token ids; for a chat route messages.
+            prompt_tokens: how many tokens the prompt has; None where the server has to say.
+        """
         if n < 1 or start < 0:
             raise ValueError(f"n is {n} and routed_experts_start {start}; they are at least 1 and 0")
         check_finite(sampling_params)
         params = {**sampling_params, "n": n} if n > 1 else sampling_params
-        body = form.body(prompt, params, routed_experts=routed_experts, start=start)
+        body = route.body(prompt, params, routed_experts=routed_experts, start=start)
         # Servers reject some of these as null, so what is not set is not sent.
+        extras = {"model": model or self.model_name, route.cache_salt: cache_salt, "features": features}
         body |= {name: value for name, value in extras.items() if value is not None}
+        if session_id == "":
+            raise ValueError("session_id is empty; leave it out where there is no session")
         headers = {} if session_id is None else {"X-Session-ID": session_id}
         reading = Reading(
-            form,
+            route,
             self.proxy_url,
+            advice=self.server.enable_routes(),
             n=n,
             prompt_tokens=prompt_tokens,
             routed_experts=routed_experts,
             start=start,
             top_logprobs=bool(sampling_params.get("logprobs")),
         )
+        url = self.proxy_url + route.path
         if on_chunk is None:
-            return reading.whole(await self.request("POST", form.path, body, headers=headers))
-        url = self.proxy_url + form.path
-        async for event in self._transport.events(url, {**body, "stream": True}, headers, retry=self.retry):
+            return reading.whole(
+                await self._transport.json("POST", url, body, headers, retry=self.retry, advice=route.advice)
+            )
+        streamed = {**body, "stream": True}
+        async for event in self._transport.events(
+            url, streamed, headers, retry=self.retry, advice=route.advice
+        ):
             reading.piece(event, on_chunk)
         return reading.end()
 

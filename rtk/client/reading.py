@@ -7,31 +7,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rtk.client import routed_experts
-from rtk.client.result import GenerateChunk, RemoteGenerateResult
-from rtk.client.servers import forms
+from rtk.client import routed_experts as wire
+from rtk.client.result import GenerateChunk, RemoteGenerateResult, WeightVersionSpan
+from rtk.client.servers import Route
 from rtk.errors import PayloadError, RoutesMissing
 
 
 @dataclass
 class _Sequence:
-    """What has come of one sequence.
-
-    Attributes:
-        choice: the last of its choices, which holds how it ended and its routes.
-    """
+    """What has come of one sequence; in a stream each part in whichever event has it."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
-    choice: Mapping[str, Any] = field(default_factory=dict)
+    prompt_logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+    stop_match: str | int | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+    routes: wire.Routes | None = None
 
 
 class Reading:
     """Reads one answer.
 
     Args:
-        form: its form.
+        route: the route that it comes from.
+        advice: what to do where it has no routes.
         url: where it comes from, for messages.
         n: how many sequences were asked for.
         prompt_tokens: how many tokens the prompt has; None where the server has to say.
@@ -42,16 +43,18 @@ class Reading:
 
     def __init__(
         self,
-        form: forms.Form,
+        route: Route,
         url: str,
         *,
+        advice: str,
         n: int,
         prompt_tokens: int | None,
         routed_experts: bool,
         start: int,
         top_logprobs: bool,
     ) -> None:
-        self._form = form
+        self._route = route
+        self._advice = advice
         self._url = url
         self._n = n
         self._prompt_tokens = prompt_tokens
@@ -60,7 +63,7 @@ class Reading:
         self._top_logprobs = top_logprobs
         self._sequences: dict[int, _Sequence] = {}
         self._prompt_ids: list[int] | None = None
-        self._payload: Mapping[str, Any] = {}
+        self._request_id: str | None = None
 
     def whole(self, payload: Mapping[str, Any]) -> list[RemoteGenerateResult]:
         """The results of an answer in one piece, by index.
@@ -69,7 +72,7 @@ class Reading:
             PayloadError: it is not of the form, or has other sequences than were asked for.
             RoutesMissing: routes were asked for, and it has none.
         """
-        choices = self._form.choices(payload)
+        choices = self._route.choices(payload)
         if len(choices) != self._n:
             raise PayloadError(f"the answer has {len(choices)} choices, and n is {self._n}")
         for choice in choices:
@@ -80,14 +83,18 @@ class Reading:
 
     def piece(self, event: Mapping[str, Any], on_chunk: Callable[[GenerateChunk], None]) -> None:
         """Take in one event of a stream, and hand on what it adds."""
-        for choice in self._form.choices(event):
+        if self._route.events_end(event):
+            # It may bring routes all the same, for the first sequence as SGLang does.
+            self._take_routes(event, {}, self._sequences.setdefault(0, _Sequence()))
+            return
+        for choice in self._route.choices(event):
             on_chunk(self._take(event, choice))
 
     def end(self) -> list[RemoteGenerateResult]:
         """The results of a stream that has ended; raises as `whole`."""
         for index in range(self._n):
             sequence = self._sequences.get(index, _Sequence())
-            if self._form.finish_reason(sequence.choice) is None:
+            if sequence.finish_reason is None:
                 raise PayloadError(
                     f"{self._url}: the stream ended after {len(sequence.token_ids)} tokens without a finish reason. "
                     "vLLM 0.30 may end one so when it aborts the request, as a pause does"
@@ -108,48 +115,60 @@ class Reading:
     def _take(self, payload: Mapping[str, Any], choice: Mapping[str, Any]) -> GenerateChunk:
         index = self._index(choice)
         sequence = self._sequences.setdefault(index, _Sequence())
-        chunk = self._form.chunk(choice)
+        chunk = self._route.chunk(choice)
         sequence.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
             sequence.logprobs = (sequence.logprobs or []) + chunk.logprobs
         if self._top_logprobs and chunk.token_ids:
-            sequence.top_logprobs = (sequence.top_logprobs or []) + self._form.top_logprobs(choice)
-        sequence.choice, self._payload = choice, payload
-        self._prompt_ids = self._prompt_ids or self._form.prompt_token_ids(payload, choice)
+            sequence.top_logprobs = (sequence.top_logprobs or []) + self._route.top_logprobs(choice)
+        route = self._route
+        sequence.finish_reason = route.finish_reason(choice) or sequence.finish_reason
+        sequence.stop_match = route.stop_match(choice) or sequence.stop_match
+        sequence.prompt_logprobs = route.prompt_logprobs(payload, choice) or sequence.prompt_logprobs
+        sequence.weight_versions = route.weight_versions(choice) or sequence.weight_versions
+        self._take_routes(payload, choice, sequence)
+        self._request_id = route.request_id(payload) or self._request_id
+        self._prompt_ids = self._prompt_ids or self._route.prompt_token_ids(payload, choice)
         return chunk if index == 0 else replace(chunk, index=index)
+
+    def _take_routes(
+        self, payload: Mapping[str, Any], choice: Mapping[str, Any], sequence: _Sequence
+    ) -> None:
+        if self._routed_experts:
+            found = self._route.routed_experts(payload, choice)
+            sequence.routes = sequence.routes if found is None else found
 
     def _results(self) -> list[RemoteGenerateResult]:
         return [self._result(self._sequences[index]) for index in range(self._n)]
 
     def _result(self, sequence: _Sequence) -> RemoteGenerateResult:
-        form, choice = self._form, sequence.choice
+        if sequence.finish_reason is None:
+            raise PayloadError(
+                f"{self._url} names no finish reason, so that it is unknown how the answer ended"
+            )
         return RemoteGenerateResult(
             token_ids=sequence.token_ids,
             logprobs=sequence.logprobs,
-            stop_reason=str(form.finish_reason(choice)),
-            routed_experts=self._routes(sequence) if self._routed_experts else None,
-            request_id=form.request_id(self._payload),
+            stop_reason=sequence.finish_reason,
+            routed_experts=self._checked_routes(sequence) if self._routed_experts else None,
+            request_id=self._request_id,
             routed_experts_start=self._start,
-            stop_match=form.stop_match(choice),
+            stop_match=sequence.stop_match,
             top_logprobs=sequence.top_logprobs,
-            prompt_logprobs=form.prompt_logprobs(self._payload, choice),
+            prompt_logprobs=sequence.prompt_logprobs,
             prompt_token_ids=self._prompt_ids,
+            weight_versions=sequence.weight_versions,
         )
 
-    def _routes(self, sequence: _Sequence) -> routed_experts.Routes:
-        generated = len(sequence.token_ids)
-        decoded = self._form.routed_experts(self._payload, sequence.choice)
-        if decoded is None and self._form.finish_reason(sequence.choice) == "abort":
+    def _checked_routes(self, sequence: _Sequence) -> wire.Routes:
+        generated, decoded = len(sequence.token_ids), sequence.routes
+        if decoded is None and sequence.finish_reason == "abort":
             raise RoutesMissing(
                 f"{self._url} aborted the request after {generated} tokens and sent no routed experts for them, as vLLM "
                 "does in a stream or before it began. Send it again once the server goes on"
             )
         if decoded is None:
-            raise RoutesMissing(
-                f"{self._url} sent no routed experts. Start vLLM or SGLang with --enable-return-routed-experts "
-                "(vLLM with --enable-scale-out too), the embedded server without --no-routed-experts; a model "
-                "without MoE layers has none to send"
-            )
+            raise RoutesMissing(f"{self._url} sent no routed experts: {self._advice}")
         prompt = len(self._prompt_ids or []) if self._prompt_tokens is None else self._prompt_tokens
         if not prompt:
             raise PayloadError(

@@ -25,6 +25,20 @@ class GenerateChunk:
 
 
 @dataclass(frozen=True)
+class WeightVersionSpan:
+    """Which weights sampled a run of generated tokens, as vLLM 0.32 and newer say it.
+
+    Attributes:
+        version: the server's label for the weights.
+        start, end: the generated tokens `[start, end)`, counted from 0.
+    """
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class RemoteGenerateResult:
     """One generated sequence.
 
@@ -46,6 +60,7 @@ class RemoteGenerateResult:
         prompt_logprobs: the same for each token of the prompt, itself among them; empty for the first, before which
             there is nothing. None unless the request has `prompt_logprobs`.
         prompt_token_ids: the prompt's tokens where the server names them, as it does for chats; else None.
+        weight_versions: which weights sampled which of the tokens, where the server says it; else None.
     """
 
     token_ids: list[int]
@@ -58,3 +73,4 @@ class RemoteGenerateResult:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float]] | None = None
     prompt_token_ids: list[int] | None = None
+    weight_versions: list[WeightVersionSpan] | None = None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import orjson
 
 from rtk.client import body
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SamplingParams(TypedDict, total=False):
@@ -48,7 +44,8 @@ class SamplingParams(TypedDict, total=False):
     ignore_eos: bool | None
 
 
-_DEFAULTS: dict[str, Any] = {
+#: What holds for a name that is left out; None leaves it to the server.
+DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(SamplingParams.__annotations__),
     "max_tokens": 64,
     "temperature": 1.0,
@@ -63,10 +60,10 @@ def settings(params: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a name is not one of SamplingParams', or a value is no JSON value.
         ValueError: a number is not finite.
     """
-    unknown = sorted(set(params) - set(_DEFAULTS))
+    unknown = sorted(set(params) - set(DEFAULTS))
     if unknown:
-        raise TypeError(f"{unknown[0]!r} is no sampling parameter; there are {', '.join(_DEFAULTS)}")
-    given = {name: value for name, value in {**_DEFAULTS, **params}.items() if value is not None}
+        raise TypeError(f"{unknown[0]!r} is no sampling parameter; there are {', '.join(DEFAULTS)}")
+    given = {name: value for name, value in {**DEFAULTS, **params}.items() if value is not None}
     check_finite(given)
     try:
         plain: dict[str, Any] = orjson.loads(body.dumps(given))  # numpy's numbers become Python's
@@ -80,24 +77,3 @@ def check_finite(params: Mapping[str, Any]) -> None:
     for name, value in params.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}, which is no number that a server takes")
-
-
-def in_signature(function: Callable[P, T]) -> Callable[P, T]:
-    """Show the names of SamplingParams, with their defaults, in the signature of a function that takes them all.
-
-    Jupyter shows a call's arguments by that signature, where it would show one **params.
-    """
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    assert parameters.pop().kind is inspect.Parameter.VAR_KEYWORD
-    parameters += [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_DEFAULTS[name],
-            annotation=annotation.__forward_arg__,
-        )
-        for name, annotation in inspect.get_annotations(SamplingParams).items()
-    ]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function

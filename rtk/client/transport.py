@@ -9,7 +9,7 @@ import os
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -18,7 +18,7 @@ import aiohttp
 
 from rtk.client import body as wire_body
 from rtk.client import receive
-from rtk.client.servers import forms
+from rtk.client.servers.route import general_advice
 from rtk.errors import (
     PayloadError,
     RequestRejected,
@@ -115,6 +115,10 @@ class Timeouts:
                 )
 
 
+#: What to do about an HTTP status and the server's words for it; empty for nothing.
+Advice = Callable[[int, str], str]
+
+
 class NotAnAnswer(Exception):
     """A body that no inference server writes; carries the status for the final error."""
 
@@ -193,8 +197,12 @@ class Transport:
         *,
         retry: RetryPolicy,
         timeouts: Timeouts | None = None,
+        advice: Advice = general_advice,
     ) -> dict[str, Any]:
         """Send a request and return the JSON object that came back.
+
+        Args:
+            advice: what to do about a status of 400 or more, for the message.
 
         Raises:
             RequestRejected, ServerFailed, ServerUnreachable, ServerTimeout, PayloadError.
@@ -206,14 +214,20 @@ class Transport:
         while True:
             try:
                 async with await self._begin(method, url, data, headers, limits) as response:
-                    return _json_object(await receive.body(response), response, url)
+                    return _json_object(await receive.body(response), response, url, advice)
             except FAILURES as error:
                 await tries.after(error)
 
     async def events(
-        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], *, retry: RetryPolicy
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        *,
+        retry: RetryPolicy,
+        advice: Advice = general_advice,
     ) -> AsyncIterator[dict[str, Any]]:
-        """The JSON objects of an answer in server-sent events, up to its [DONE]. Only the connecting is ever retried.
+        """The JSON objects of an answer in server-sent events, up to its [DONE]. Sent again is only what has brought no event yet.
 
         Raises:
             RequestRejected, ServerFailed, ServerUnreachable, ServerTimeout, PayloadError.
@@ -224,33 +238,48 @@ class Transport:
         while True:
             try:
                 response = await self._begin("POST", url, data, headers, self.timeouts)
-                if response.status < 400:
-                    break
-                async with response:
-                    _json_object(await receive.body(response), response, url)
+                if response.status >= 400:
+                    async with response:
+                        _json_object(await receive.body(response), response, url, advice)
             except FAILURES as error:
                 await tries.after(error)
-        async with response:
-            lines = receive.lines(response.content)
-            while True:
-                try:
-                    line = await anext(lines, None)
-                except TimeoutError as error:
-                    raise ServerTimeout(_late(error, self.timeouts, url), url=url) from error
-                except aiohttp.ClientError as error:
-                    raise ServerUnreachable(
-                        f"{url}: the connection broke in mid-stream: {error}", url=url
-                    ) from error
-                if line is None:
-                    raise PayloadError(f"{url}: the stream ended without its [DONE] line: it was cut")
-                if not line.startswith(b"data:"):
-                    if line.strip() and not line.startswith(_OTHER_FIELDS):
-                        raise PayloadError(f"{url}: a line of the stream is no event: {bytes(line[:200])!r}")
-                    continue
-                del line[:5]  # moves nothing, where a slice would copy all the routes
-                if line[:20].strip() == b"[DONE]":
-                    return
-                yield _event(line, url)
+                continue
+            begun = False
+            try:
+                async with response:
+                    async for event in self._read_events(response, url, advice):
+                        begun = True
+                        yield event
+                return
+            except ServerFailed as error:
+                # A server that is not available for now may say so in the first event of an answer with status 200.
+                if begun or error.status == 200:
+                    raise
+                await tries.after(error)
+
+    async def _read_events(
+        self, response: aiohttp.ClientResponse, url: str, advice: Advice
+    ) -> AsyncIterator[dict[str, Any]]:
+        lines = receive.lines(response.content)
+        while True:
+            try:
+                line = await anext(lines, None)
+            except TimeoutError as error:
+                raise ServerTimeout(_late(error, self.timeouts, url), url=url) from error
+            except aiohttp.ClientError as error:
+                raise ServerUnreachable(
+                    f"{url}: the connection broke in mid-stream: {error}", url=url
+                ) from error
+            if line is None:
+                raise PayloadError(f"{url}: the stream ended without its [DONE] line: it was cut")
+            if not line.startswith(b"data:"):
+                if line.strip() and not line.startswith(_OTHER_FIELDS):
+                    raise PayloadError(f"{url}: a line of the stream is no event: {bytes(line[:200])!r}")
+                continue
+            del line[:5]  # moves nothing, where a slice would copy all the routes
+            if line[:20].strip() == b"[DONE]":
+                return
+            yield _event(line, url, advice)
 
     async def aclose(self) -> None:
         """Close the session. Never raises: a failure while closing is logged."""
@@ -429,7 +458,9 @@ def _json_body(
     return wire_body.dumps(body), {"Content-Type": "application/json", **(headers or {})}
 
 
-def _json_object(raw: bytes | bytearray, response: aiohttp.ClientResponse, url: str) -> dict[str, Any]:
+def _json_object(
+    raw: bytes | bytearray, response: aiohttp.ClientResponse, url: str, advice: Advice
+) -> dict[str, Any]:
     status = response.status
     try:
         payload = wire_body.parse(raw)
@@ -438,7 +469,7 @@ def _json_object(raw: bytes | bytearray, response: aiohttp.ClientResponse, url: 
     if 400 <= status < 500:
         text = _server_text(payload) or raw[:500].decode("utf-8", "replace") or "no explanation"
         raise RequestRejected(
-            f"{url} refused the request (HTTP {status}): {text}{_hint(url, status)}",
+            _advised(f"{url} refused the request (HTTP {status}): {text}", advice, status, text),
             url=url,
             status=status,
             retry_after_s=retry_after(response),
@@ -448,7 +479,7 @@ def _json_object(raw: bytes | bytearray, response: aiohttp.ClientResponse, url: 
     if status >= 500:
         text = _server_text(payload) or raw[:500].decode("utf-8", "replace")
         raise ServerFailed(
-            f"{url} failed (HTTP {status}): {text}",
+            _advised(f"{url} failed (HTTP {status}): {text}", advice, status, text),
             url=url,
             status=status,
             retry_after_s=retry_after(response),
@@ -465,20 +496,12 @@ def _server_text(payload: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _hint(url: str, status: int) -> str:
-    if status in (401, 403):
-        return ". Give the server's key as api_key=..., or what else it wants in headers=..."
-    if status == 404 and url.endswith(forms.GENERATE):
-        return (
-            ". If the path is unknown there, start vLLM with --enable-scale-out, which serves it; "
-            "if the model is, see the names in /v1/models"
-        )
-    if status == 404 and url.endswith(forms.SKYRL_GENERATE):
-        return ". The server is no SkyRL server: use server='vllm'"
-    return ""
+def _advised(message: str, advice: Advice, status: int, said: str) -> str:
+    what = advice(status, said)
+    return f"{message}. {what}" if what else message
 
 
-def _event(data: bytearray, url: str) -> dict[str, Any]:
+def _event(data: bytearray, url: str, advice: Advice) -> dict[str, Any]:
     try:
         event = wire_body.parse(data)
     except ValueError as error:
@@ -486,5 +509,14 @@ def _event(data: bytearray, url: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise PayloadError(f"{url}: an event of the stream is no JSON object: {bytes(data[:200])!r}")
     if "error" in event:
-        raise ServerFailed(f"{url} failed in mid-stream: {_server_text(event) or event}", url=url, status=200)
+        said, code = _server_text(event) or str(event), _code(event)
+        message = _advised(f"{url} failed in mid-stream: {said}", advice, code, said)
+        raise ServerFailed(message, url=url, status=code)
     return event
+
+
+def _code(event: Mapping[str, Any]) -> int:
+    """The HTTP status that an error event names; that of the stream itself where it names none."""
+    error = event["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 200

@@ -5,8 +5,8 @@
 or `rtk doctor http://127.0.0.1:8000` in a terminal.
 """
 
-from rtk.doctor.examination import examine
+from rtk.doctor.examination import Target, examine
 from rtk.doctor.known_faults import KNOWN_FAULTS, KnownFault
 from rtk.doctor.report import DoctorReport, Finding
 
-__all__ = ["KNOWN_FAULTS", "DoctorReport", "Finding", "KnownFault", "examine"]
+__all__ = ["KNOWN_FAULTS", "DoctorReport", "Finding", "KnownFault", "Target", "examine"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rtk.client.servers.forms import FLOOR_LOGPROB
+from rtk.client.servers.fields import FLOOR_LOGPROB
 from rtk.doctor.answer_checks import Subject, moe_layers_of
 from rtk.doctor.probe import Answer, Asked
 from rtk.doctor.report import Finding, Status

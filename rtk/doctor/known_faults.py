@@ -6,8 +6,9 @@ the first that does not. What could not be established that way is not listed.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+
+from rtk.client.servers.versions import numbers
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,18 @@ class KnownFault:
 
     def touches(self, product: str, version: str) -> bool:
         """Whether that version has the fault. A version that is no number, such as a nightly's, never does."""
-        numbers = _numbers(version)
+        found = numbers(version)
         return (
             product == self.product
-            and bool(numbers)
-            and _numbers(self.since) <= numbers
-            and (self.before is None or numbers < _numbers(self.before))
+            and bool(found)
+            and numbers(self.since) <= found
+            and (self.before is None or found < numbers(self.before))
         )
 
 
 def of(product: str, version: str) -> list[KnownFault]:
     """The faults of one version of a server."""
     return [fault for fault in KNOWN_FAULTS if fault.touches(product, version)]
-
-
-def at_least(version: str, wanted: str) -> bool:
-    """Whether a version is that one or newer; a version that is no number counts as new."""
-    return not _numbers(version) or _numbers(version) >= _numbers(wanted)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"v?(\d+(?:\.\d+)+)", version)
-    return tuple(int(number) for number in match[1].split(".")) if match else ()
 
 
 KNOWN_FAULTS = (

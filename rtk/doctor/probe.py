@@ -1,7 +1,7 @@
 """The few requests that the doctor sends, and what came back in one form whatever the server.
 
-The forms of requests and answers are those of `rtk.client.servers`. Here they are read without its caller's promise
-that an answer is as expected, since what is not is a finding.
+How a route is asked and read is what `rtk.client.servers` says. Here answers are read without the generator's promise
+that they are as expected, since what is not is a finding.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from typing import Any
 from rtk.client.generator import RemoteInferenceGenerator
 from rtk.client.result import GenerateChunk
 from rtk.client.routed_experts import Routes
-from rtk.client.servers import forms
+from rtk.client.servers import Prompt, Route
+from rtk.client.servers.fields import only
 from rtk.client.transport import RetryPolicy
 from rtk.errors import PayloadError, RtkError
-from rtk.layout.model_layout import ModelLayout
-
-NATIVE = forms.GENERATE
-SKYRL = forms.SKYRL_GENERATE
-SGLANG = forms.SGLANG_GENERATE
-COMPLETIONS = forms.COMPLETIONS
-CHAT = forms.CHAT
 
 _ONCE = RetryPolicy(tries=1)
 _REQUEST_TIMEOUT_S = 120.0
@@ -77,15 +71,12 @@ class Probe:
         self,
         generator: RemoteInferenceGenerator,
         model: str,
-        layout: ModelLayout | None,
         max_model_len: int | None,
     ) -> None:
         # A copy comes without the open connection, so the caller's retries and its loop are left alone.
         self._generator = copy.copy(generator)
         self._generator.retry = _ONCE
-        self._generator.server = "vllm"  # what is streamed
         self._model = model
-        self._layout = layout
         self._longest = max(2, (max_model_len or 4096) - MAX_TOKENS - 1)
         self.requests = 0
         self.generations = 0
@@ -104,13 +95,6 @@ class Probe:
         except TimeoutError as error:
             raise PayloadError(f"{path} gave no answer within {_REQUEST_TIMEOUT_S:.0f} s") from error
 
-    async def find(self, path: str) -> dict[str, Any] | None:
-        """The JSON object at a path, or None where there is none."""
-        try:
-            return await self.ask("GET", path)
-        except RtkError:
-            return None
-
     async def choose_prompt(self) -> None:
         """Tokenise the doctor's text; without a tokenizer route, plain small ids stand in."""
         try:
@@ -123,33 +107,37 @@ class Probe:
             tokens = [3 + 37 * position % 97 for position in range(_PROMPT_TOKENS)]
         self.prompt = tokens[: min(_PROMPT_TOKENS, self._longest)]
 
-    async def generate(self, path: str, salt: str, first_row: int = 0) -> Asked:
-        """Generate greedily from the prompt on one of the endpoints; a failure is returned, not raised.
+    async def generate(self, route: Route, salt: str, first_row: int = 0) -> Asked:
+        """Generate greedily from the prompt, or from a short chat; a failure is returned, not raised.
 
         Args:
-            path: NATIVE, SKYRL, SGLANG, COMPLETIONS or CHAT.
+            route: which of the server's routes to ask.
             salt: keeps the prefix cache apart from that of other salts.
-            first_row: ask for rows from this one on; not on NATIVE and SKYRL, which cannot.
+            first_row: ask for rows from this one on.
         """
         self.generations += 1
+        prompt: Prompt = _CHAT_MESSAGES if route.chat else self.prompt
+        body = route.body(prompt, _settings(), routed_experts=True, start=first_row)
+        body |= {"model": self._model, route.cache_salt: salt}
         try:
-            form = self._form(path)
-            prompt: forms.Prompt = _CHAT_MESSAGES if path == CHAT else self.prompt
-            body = form.body(prompt, _settings(), routed_experts=True)
-            return self._answer(
-                form, await self.ask("POST", path, body | _extras(path, self._model, salt, first_row))
-            )
+            return self._answer(route, await self.ask("POST", route.path, body))
         except RtkError as error:
             return error
 
-    async def stream(self, salt: str, *, routes: bool) -> Asked:
-        """As `generate` on NATIVE, as a stream."""
+    async def stream(self, route: Route, salt: str, *, routes: bool) -> Asked:
+        """As `generate`, as a stream."""
         self.requests += 1
         self.generations += 1
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                result = await self._generator.generate(
-                    self.prompt, _settings(), routed_experts=routes, cache_salt=salt, on_chunk=lambda _: None
+                (result,) = await self._generator.ask(
+                    route,
+                    self.prompt,
+                    _settings(),
+                    prompt_tokens=len(self.prompt),
+                    routed_experts=routes,
+                    cache_salt=salt,
+                    on_chunk=lambda _: None,
                 )
         except TimeoutError:
             return PayloadError(f"the stream did not end within {_REQUEST_TIMEOUT_S:.0f} s")
@@ -157,33 +145,19 @@ class Probe:
             return error
         return Answer(result.token_ids, result.logprobs, result.routed_experts)
 
-    def _answer(self, form: forms.Form, payload: Mapping[str, Any]) -> Answer:
-        choice = forms.only(form.choices(payload))
-        chunk = GenerateChunk([], None) if form.path == CHAT else form.chunk(choice)
+    def _answer(self, route: Route, payload: Mapping[str, Any]) -> Answer:
+        choice = only(route.choices(payload))
+        chunk = GenerateChunk([], None) if route.chat else route.chunk(choice)
         try:
-            found, fault = form.routed_experts(payload, choice), None
+            found, fault = route.routed_experts(payload, choice), None
         except PayloadError as error:
             found, fault = None, str(error)
         return Answer(chunk.token_ids, chunk.logprobs, found, fault)
-
-    def _form(self, path: str) -> forms.Form:
-        if path == SGLANG:
-            return forms.SglangGenerate(self._layout)
-        if path in (NATIVE, SKYRL):
-            return forms.VllmGenerate(path)
-        return forms.Chat(self._layout) if path == CHAT else forms.Completions(self._layout)
 
 
 def fresh_salt() -> str:
     """A cache salt that no request before has had."""
     return f"rtk-doctor-{uuid.uuid4().hex}"
-
-
-def _extras(path: str, model: str, salt: str, first_row: int) -> dict[str, Any]:
-    if path == SGLANG:
-        return {"extra_key": salt} | ({"routed_experts_start_len": first_row} if first_row else {})
-    start = {"routed_experts_prompt_start": first_row} if first_row else {}
-    return {"model": model, "cache_salt": salt, **start}
 
 
 def _settings() -> dict[str, Any]:

@@ -52,8 +52,8 @@ class RemoteInferenceClient(ControlPlane):
         self,
         proxy_url: str,
         server_urls: Sequence[str] | None = None,
-        model_name: str | None = None,
         *,
+        model_name: str | None = None,
         data_parallel_size: int = 1,
         concurrency_per_server: int | None = 512,
         control_timeout_s: float | None = 600.0,
@@ -80,6 +80,7 @@ class RemoteInferenceClient(ControlPlane):
         """The generator for the proxy; it holds the HTTP session. Made again after unpickling."""
         if self._generator is None:
             self._generator = self._new_generator()
+        self._generator.model_name = self.model_name  # it may have been set anew
         return self._generator
 
     async def generate_single(

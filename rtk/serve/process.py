@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from rtk.errors import EmbeddedServerError
+from rtk.extras import install
 from rtk.serve import shipped
 
 _START_TIMEOUT_S = 120.0
@@ -114,9 +115,7 @@ def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> str:
     log.seek(0)
     said = log.read()[-2000:].strip()
     if "No module named 'torch'" in said or "No module named 'transformers'" in said:
-        raise EmbeddedServerError(
-            "the embedded server needs torch and transformers: pip install 'rtk[embedded]'"
-        )
+        raise EmbeddedServerError(f"the embedded server needs torch and transformers: {install('embedded')}")
     if timed_out.is_set():
         said += f"\n(it did not answer within {_START_TIMEOUT_S:.0f} s and was stopped)"
     raise EmbeddedServerError(f"the embedded server did not start (exit status {status}): {said}")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 from rtk import loops
-from rtk.client.generator import RemoteInferenceGenerator, Server
+from rtk.client.generator import RemoteInferenceGenerator
 from rtk.client.result import GenerateChunk, RemoteGenerateResult
-from rtk.client.sampling_params import SamplingParams, in_signature, settings
-from rtk.client.servers.forms import GENERATE, SKYRL_GENERATE
-from rtk.client.transport import RetryPolicy, Timeouts, Verify
-from rtk.doctor import DoctorReport, examine
-from rtk.errors import LayoutError, PayloadError, RequestRejected, ServerFailed, UnknownModel
+from rtk.client.sampling_params import settings
+from rtk.doctor import DoctorReport, Target, examine
+from rtk.errors import LayoutError
 from rtk.layout.model_layout import ModelLayout
 from rtk.session.many import Job, ManySamples, SampleFailure, jobs_for
 from rtk.session.many import run as run_many
+from rtk.session.options import ManyOptions, SampleOptions, split, takes
 from rtk.session.progress import Progress
 from rtk.session.prompts import PlainPrompt, Prompt, plain, plain_list
 from rtk.session.sample import Sample
@@ -29,11 +27,6 @@ from rtk.session.token_texts import TokenTexts
 from rtk.trace.route_trace import RouteTrace
 
 T = TypeVar("T")
-
-# A notebook user who mistyped the port wants to know now, not after half a minute of retries.
-_ASK_ONCE = RetryPolicy(tries=1)
-_ASK_TIMEOUTS = Timeouts(connect_s=20.0, total_s=20.0)
-_SAMPLE_RETRY = RetryPolicy(tries=5)
 
 
 class Session:
@@ -58,12 +51,14 @@ class Session:
         *,
         model: str,
         server_version: str,
+        root: str | None,
         max_model_len: int | None,
         layout: ModelLayout | None,
     ) -> None:
         self.url = generator.proxy_url
         self.model = model
         self.server_version = server_version
+        self._root = root
         self.max_model_len = max_model_len
         self.layout = layout
         self.unfinished: ManySamples | None = None
@@ -72,16 +67,8 @@ class Session:
         # A cell that runs `session = rtk.connect(...)` again drops the old session without closing it.
         weakref.finalize(self, _close_in_background, generator)
 
-    @in_signature
-    def sample(
-        self,
-        prompt: Prompt,
-        *,
-        routes: bool = True,
-        on_text: Callable[[str], None] | None = None,
-        source: Mapping[str, Any] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> Sample:
+    @takes(SampleOptions)
+    def sample(self, prompt: Prompt, **options: Unpack[SampleOptions]) -> Sample:
         """Generate from one prompt, blocking until it is done.
 
         Args:
@@ -91,49 +78,32 @@ class Session:
             on_text: called with the text generated so far as it grows, in the caller's thread; once, at the
                 end, where the server cannot stream routes.
             source: added to the trace's own `source`, for example {"domain": "french"}.
-            params: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
+            max_tokens, temperature, ...: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
 
         Raises:
             PromptError: the prompt has none of these forms.
             LayoutError: routes are wanted and the model's layout is unknown; raised before sampling.
             ServerError, PayloadError, RoutesMissing: as `RemoteInferenceGenerator.generate`.
         """
+        call, params = split(options, SampleOptions)
         chosen, asked = settings(params), plain(prompt)
+        routes, on_text, source = call["routes"], call["on_text"], call["source"]
         if on_text is None:
             return loops.background.run(self._sample(asked, chosen, routes, source, None))
         relay: loops.Relay[str] = loops.Relay()
         work = self._sample(asked, chosen, routes, source, relay.send)
         return relay.run(loops.background, work, on_text)
 
-    @in_signature
-    async def asample(
-        self,
-        prompt: Prompt,
-        *,
-        routes: bool = True,
-        on_text: Callable[[str], None] | None = None,
-        source: Mapping[str, Any] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> Sample:
+    @takes(SampleOptions)
+    async def asample(self, prompt: Prompt, **options: Unpack[SampleOptions]) -> Sample:
         """As `sample`, awaitable. on_text is called on the awaiting loop, whose handler gets what it raises."""
+        call, params = split(options, SampleOptions)
         chosen, asked = settings(params), plain(prompt)
-        send = None if on_text is None else _on_this_loop(on_text)
-        return await loops.background.arun(self._sample(asked, chosen, routes, source, send))
+        send = None if call["on_text"] is None else _on_this_loop(call["on_text"])
+        return await loops.background.arun(self._sample(asked, chosen, call["routes"], call["source"], send))
 
-    @in_signature
-    def sample_many(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        n: int = 1,
-        concurrency: int = 32,
-        out: str | os.PathLike[str] | None = None,
-        routes: bool = True,
-        progress: bool = True,
-        on_sample: Callable[[Sample | SampleFailure], None] | None = None,
-        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> ManySamples:
+    @takes(ManyOptions)
+    def sample_many(self, prompts: Iterable[Prompt], **options: Unpack[ManyOptions]) -> ManySamples:
         """Generate from many prompts, blocking until all are done or have failed.
 
         A failure stops none of the others. An interrupt cancels what is in flight; what was finished is kept in
@@ -150,7 +120,7 @@ class Session:
             progress: whether to show a bar, in a terminal and in a notebook.
             on_sample: called with each sample or failure as it comes, in the caller's thread.
             source: as for `sample`; one for all prompts, or a list with one for each.
-            params: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
+            max_tokens, temperature, ...: sampling parameters, see `rtk.client.sampling_params.SamplingParams`.
 
         Returns:
             the samples, in the order of the prompts, with the failures beside them.
@@ -162,34 +132,25 @@ class Session:
             SamplesFileError: out is of another kind, damaged, in use, or holds samples with other settings.
         """
         relay: loops.Relay[Sample | SampleFailure] = loops.Relay()
-        result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
-        work = run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=relay.send)
-        with Progress(result, on_sample, shown=progress) as bar:
+        call, result, jobs = self._many(prompts, options)
+        work = run_many(
+            self, jobs, result, concurrency=call["concurrency"], routes=call["routes"], send=relay.send
+        )
+        with Progress(result, call["on_sample"], shown=call["progress"]) as bar:
             relay.run(loops.background, work, bar.advance)
         self.unfinished = None
         return result
 
-    @in_signature
-    async def asample_many(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        n: int = 1,
-        concurrency: int = 32,
-        out: str | os.PathLike[str] | None = None,
-        routes: bool = True,
-        progress: bool = True,
-        on_sample: Callable[[Sample | SampleFailure], None] | None = None,
-        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **params: Unpack[SamplingParams],
-    ) -> ManySamples:
+    @takes(ManyOptions)
+    async def asample_many(self, prompts: Iterable[Prompt], **options: Unpack[ManyOptions]) -> ManySamples:
         """As `sample_many`, awaitable. on_sample is called on the awaiting loop, whose handler gets what it raises."""
-        result, jobs = self._many(prompts, n, concurrency, out, routes, source, params)
-        with Progress(result, on_sample, shown=progress) as bar:
+        call, result, jobs = self._many(prompts, options)
+        with Progress(result, call["on_sample"], shown=call["progress"]) as bar:
             send = _on_this_loop(bar.advance)
-            await loops.background.arun(
-                run_many(self, jobs, result, concurrency=concurrency, routes=routes, send=send)
+            work = run_many(
+                self, jobs, result, concurrency=call["concurrency"], routes=call["routes"], send=send
             )
+            await loops.background.arun(work)
         self.unfinished = None
         return result
 
@@ -203,11 +164,14 @@ class Session:
 
     def doctor(self) -> DoctorReport:
         """Whether the server is fit to give routes, in a few short requests; see `rtk.doctor.examine`."""
-        return loops.background.run(examine(self))
+        return loops.background.run(examine(self._target()))
 
     async def adoctor(self) -> DoctorReport:
         """As `doctor`, awaitable."""
-        return await loops.background.arun(examine(self))
+        return await loops.background.arun(examine(self._target()))
+
+    def _target(self) -> Target:
+        return Target(self._generator, self.model, self.layout, self.max_model_len, self._root)
 
     def close(self) -> None:
         """Close the connections. Never raises."""
@@ -232,14 +196,12 @@ class Session:
     def _many(
         self,
         prompts: Iterable[Prompt],
-        n: int,
-        concurrency: int,
-        out: str | os.PathLike[str] | None,
-        routes: bool,
-        source: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        params: Mapping[str, Any],
-    ) -> tuple[ManySamples, list[Job]]:
+        options: Mapping[str, Any],
+    ) -> tuple[dict[str, Any], ManySamples, list[Job]]:
         """Everything that can be wrong is said here, before anything is sent."""
+        call, params = split(options, ManyOptions)
+        n, concurrency, out, source = call["n"], call["concurrency"], call["out"], call["source"]
+        routes = call["routes"]
         if n < 1 or concurrency < 1:
             raise ValueError(f"n is {n} and concurrency {concurrency}; each is at least 1")
         self._need_layout(routes)
@@ -256,7 +218,7 @@ class Session:
             )
         result = ManySamples(jobs, file)
         self.unfinished = result
-        return result, jobs
+        return call, result, jobs
 
     def _need_layout(self, routes: bool) -> None:
         if routes and self.layout is None:
@@ -357,9 +319,17 @@ class Session:
                 "sampled_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "sampling_params": settings,
                 "stop_reason": result.stop_reason,
+                **_versions(result),
                 **source,
             },
         )
+
+
+def _versions(result: RemoteGenerateResult) -> dict[str, Any]:
+    """Which weights sampled which generated tokens, for a trace's source; nothing where the server does not say."""
+    if result.weight_versions is None:
+        return {}
+    return {"weight_versions": [dataclasses.asdict(span) for span in result.weight_versions]}
 
 
 def _on_this_loop(callback: Callable[[T], None]) -> Callable[[T], None]:
@@ -375,127 +345,3 @@ def _on_this_loop(callback: Callable[[T], None]) -> Callable[[T], None]:
 def _close_in_background(generator: RemoteInferenceGenerator) -> None:
     # Garbage may be collected in any thread, the loop's own too, so this must not wait.
     loops.background.submit(generator.aclose())
-
-
-def connect(
-    url: str,
-    *,
-    model: str | None = None,
-    layout: ModelLayout | None = None,
-    server: Server | None = None,
-    api_key: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    retry: RetryPolicy = _SAMPLE_RETRY,
-    timeouts: Timeouts = Timeouts(),
-    verify: Verify = True,
-    http_proxy: str | None = None,
-) -> Session:
-    """Connect to a running server, asking it at once for its version and models.
-
-    Args:
-        url: the server's address, for example "http://127.0.0.1:8000".
-        model: the model's name there; may be left out where the server has only one.
-        layout: the model's layers and routers. Left out, it is read from the model's config where the
-            server names a folder that this machine can read.
-        server: see `RemoteInferenceGenerator`. Left out, it is found out by the routes that the server has:
-            SkyRL's endpoint, vLLM's generate, SGLang's model info, and else the OpenAI completions.
-        api_key, headers, retry, timeouts, verify, http_proxy: as for `RemoteInferenceGenerator`; retry and
-            timeouts count for sampling. Connecting asks once, and waits 20 s for each answer.
-
-    Raises:
-        ServerUnreachable: nothing answers there; ServerTimeout where something listens and does not answer.
-        RequestRejected, ServerFailed, PayloadError: what answers is no inference server, or refuses.
-        UnknownModel: the server does not have that model, or has several and none was named.
-        LayoutError: the model's config is unreadable, or is of a model without experts.
-    """
-    generator = RemoteInferenceGenerator(
-        url,
-        model,
-        api_key=api_key,
-        headers=headers,
-        retry=retry,
-        timeouts=timeouts,
-        verify=verify,
-        http_proxy=http_proxy,
-    )
-    return loops.background.run(_connect(generator, layout, server))
-
-
-async def _connect(
-    generator: RemoteInferenceGenerator, layout: ModelLayout | None, server: Server | None
-) -> Session:
-    try:
-        models = await _ask(generator, "/v1/models")
-        card = _choose_model(models, generator.model_name, generator.proxy_url)
-        version, kind = await asyncio.gather(_version(generator), _kind(generator, server))
-        generator.server = kind
-    except BaseException:
-        await generator.aclose()
-        raise
-    generator.model_name = card["id"]
-    generator.layout = layout or _layout_of(card)
-    max_model_len = card.get("max_model_len")
-    return Session(
-        generator,
-        model=card["id"],
-        server_version=version,
-        max_model_len=max_model_len if isinstance(max_model_len, int) else None,
-        layout=generator.layout,
-    )
-
-
-async def _ask(generator: RemoteInferenceGenerator, path: str) -> dict[str, Any]:
-    return await generator.request("GET", path, retry=_ASK_ONCE, timeouts=_ASK_TIMEOUTS)
-
-
-async def _version(generator: RemoteInferenceGenerator) -> str:
-    try:
-        answer = await _ask(generator, "/version")
-    except RequestRejected:
-        return "unknown"  # proxies often serve the model routes alone
-    return str(answer.get("version", "unknown"))
-
-
-async def _kind(generator: RemoteInferenceGenerator, known: Server | None) -> Server:
-    """Which form of generate request the server takes.
-
-    A path that takes POST alone answers a GET with 405; one that does not exist, with 404.
-    """
-    if known is not None:
-        return known
-    paths: dict[Server, str] = {"skyrl": SKYRL_GENERATE, "vllm": GENERATE, "sglang": "/get_model_info"}
-    there = await asyncio.gather(*(_exists(generator, path) for path in paths.values()))
-    return next((server for server, exists in zip(paths, there, strict=True) if exists), "completions")
-
-
-async def _exists(generator: RemoteInferenceGenerator, path: str) -> bool:
-    try:
-        await _ask(generator, path)
-    except RequestRejected as error:
-        return error.status == 405
-    except (ServerFailed, PayloadError):
-        return False
-    return True
-
-
-def _choose_model(models: Mapping[str, Any], wanted: str | None, url: str) -> Mapping[str, Any]:
-    data = models.get("data")
-    cards = [c for c in data if isinstance(c, dict) and "id" in c] if isinstance(data, list) else []
-    if not cards:
-        raise PayloadError(f"{url}/v1/models names no models; is this an inference server?")
-    names = ", ".join(repr(card["id"]) for card in cards)
-    if wanted is None:
-        if len(cards) > 1:
-            raise UnknownModel(f"{url} serves {names}; choose one with model=...", url=url)
-        return cards[0]
-    for card in cards:
-        if card["id"] == wanted:
-            return card
-    raise UnknownModel(f"{url} has no model {wanted!r}; it serves {names}", url=url)
-
-
-def _layout_of(card: Mapping[str, Any]) -> ModelLayout | None:
-    root = card.get("root")
-    if not isinstance(root, str) or not (Path(root) / "config.json").is_file():
-        return None  # a hub name, or a folder of the server's own machine
-    return ModelLayout.from_config(root)

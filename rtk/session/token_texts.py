@@ -39,18 +39,15 @@ class TokenTexts:
             return await self.encode(prompt)
         if not prompt or not isinstance(prompt[0], dict):
             return prompt  # type: ignore[return-value]
-        if self._generator.server == "sglang":
-            raise PromptError(
-                "SGLang's /tokenize takes no chat messages: apply the model's chat template with transformers, and give "
-                "the text or the token ids"
-            )
+        if (reason := self._generator.server.no_chat_prompts) is not None:
+            raise PromptError(reason)
         return await self._tokenize({"messages": prompt})
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a run of tokens."""
         body = {"model": self._model, "tokens": [int(t) for t in token_ids]}
         answer = await self._generator.request("POST", "/detokenize", body)
-        text = answer.get("prompt", answer.get("text"))  # vLLM's name for it, and SGLang's
+        text = self._generator.server.detokenized(answer)
         if not isinstance(text, str):
             raise PayloadError(f"{self._generator.proxy_url}/detokenize answered without a text")
         return text

@@ -7,16 +7,15 @@ questions, the call that answers each, and its paper; what compares two engines 
 
 from rtk.usage.consecutive import repetition
 from rtk.usage.distance import load_distance, prompt_vs_generated
-from rtk.usage.load import counts, experts, relative_load, table
+from rtk.usage.load import counts, experts, table
 from rtk.usage.pairs import coactivation, transitions
 from rtk.usage.pictures import heatmap, heatmaps
 from rtk.usage.ranks import rank_load
-from rtk.usage.selection import Span, as_traces
+from rtk.usage.selection import Span
 from rtk.usage.specialization import domain_specialization, vocabulary_specialization
 
 __all__ = [
     "Span",
-    "as_traces",
     "coactivation",
     "counts",
     "domain_specialization",
@@ -26,7 +25,6 @@ __all__ = [
     "load_distance",
     "prompt_vs_generated",
     "rank_load",
-    "relative_load",
     "repetition",
     "table",
     "transitions",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage import bootstrap
 from rtk.usage.selection import Span, as_traces, chosen, rows_of
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@needs("pandas")
 def repetition(
     traces: RouteTrace | Iterable[RouteTrace], *, span: Span = "all", resamples: int = 1000, seed: int = 0
 ) -> pd.DataFrame:

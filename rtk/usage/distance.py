@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtk.errors import TraceError
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage import bootstrap
 from rtk.usage.selection import Span, as_traces, layer_counts, rows_of
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@needs("pandas")
 def load_distance(
     a: RouteTrace | Iterable[RouteTrace],
     b: RouteTrace | Iterable[RouteTrace],
@@ -54,6 +56,7 @@ def load_distance(
     return frame.rename(columns={"first": "tokens_a", "second": "tokens_b"})
 
 
+@needs("pandas")
 def prompt_vs_generated(
     traces: RouteTrace | Iterable[RouteTrace], *, resamples: int = 1000, seed: int = 0
 ) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtk.errors import SmallSampleWarning, TraceError
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage.selection import Span, as_traces, layer_counts, rows_of
 
@@ -46,6 +47,7 @@ def counts(
     )
 
 
+@needs("pandas")
 def table(
     traces: RouteTrace | Iterable[RouteTrace], *, span: Span = "all", tokens: slice | None = None
 ) -> pd.DataFrame:
@@ -100,6 +102,7 @@ def table(
     )
 
 
+@needs("pandas")
 def experts(
     traces: RouteTrace | Iterable[RouteTrace], *, span: Span = "all", capacity_factor: float = 1.25
 ) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtk.errors import TraceError
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage.selection import Span, as_traces, chosen, layer_counts, layer_numbers, rows_of
 
@@ -21,6 +22,7 @@ Counts = npt.NDArray[np.int64]
 _PAIRS_AT_ONCE = 1 << 23
 
 
+@needs("pandas")
 def coactivation(
     traces: RouteTrace | Iterable[RouteTrace], layer: int, *, span: Span = "all"
 ) -> pd.DataFrame:
@@ -58,6 +60,7 @@ def coactivation(
     )
 
 
+@needs("pandas")
 def transitions(
     traces: RouteTrace | Iterable[RouteTrace],
     layer: int,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage.load import counts, relative_load
 from rtk.usage.selection import Span, as_groups, as_traces, layer_numbers
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@needs("seaborn")
 def heatmap(
     traces: RouteTrace | Iterable[RouteTrace],
     *,
@@ -66,6 +68,7 @@ def heatmap(
     return ax
 
 
+@needs("seaborn")
 def heatmaps(groups: Mapping[str, Sequence[RouteTrace]]) -> Figure:
     """Draw one heat map a group, all on one colour scale, to compare domains or models.
 

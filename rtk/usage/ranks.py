@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtk.errors import ShardError
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage.selection import Span, as_traces, chosen, rows_of
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@needs("pandas")
 def rank_load(
     traces: RouteTrace | Iterable[RouteTrace], expert_size: int, *, span: Span = "all"
 ) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtk.errors import SmallSampleWarning, TraceError
+from rtk.extras import needs
 from rtk.trace.route_trace import RouteTrace
 from rtk.usage import bootstrap
 from rtk.usage.selection import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 
 
+@needs("pandas")
 def domain_specialization(
     groups: Mapping[str, RouteTrace | Iterable[RouteTrace]],
     *,
@@ -96,6 +98,7 @@ def domain_specialization(
     return pd.concat(frames, names=["domain", "layer", "expert"])
 
 
+@needs("pandas")
 def vocabulary_specialization(
     traces: RouteTrace | Iterable[RouteTrace],
     *,

@@ -21,7 +21,10 @@ from hypothesis import strategies as st
 
 from rtk import ModelLayout
 from rtk.client import body, routed_experts
-from rtk.client.servers.forms import Chat, Completions, SglangGenerate, VllmGenerate, only
+from rtk.client.servers.fields import only
+from rtk.client.servers.openai_routes import Chat, Completions
+from rtk.client.servers.sglang import SglangCompletions, SglangGenerate
+from rtk.client.servers.vllm import VllmGenerate
 from rtk.errors import PayloadError
 
 LONGER = "RTK_FUZZ_EXAMPLES" in os.environ
@@ -76,7 +79,7 @@ def real_answers():
         (Completions(), json.loads(completions["completions"]["text"])),
         (Chat(), json.loads(more["chat"]["text"])),
         (VllmGenerate(), json.loads(more["generate_prompt_logprobs"]["text"])),
-        (Completions(LAYOUT), sgl_ext),
+        (SglangCompletions(LAYOUT), sgl_ext),
         (SglangGenerate(LAYOUT), sglang),
     ]
 

@@ -124,7 +124,7 @@ class TestChat:
         assert stub.paths == ["/v1/chat/completions"]
         assert stub.bodies[0] == {
             "messages": MESSAGES, "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2,
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "return_token_ids": True, "return_weight_versions": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
         assert result.prompt_token_ids == [3281, 26, 507, 73, 199]
         assert result.token_ids == [199, 33, 2682, 261]

@@ -283,7 +283,9 @@ def test_a_completions_server_is_asked_for_token_ids():
     answers = json.loads((FIXTURES / "vllm_0_30_completions.json").read_text())
     result, stub = ask(text(answers["completions"]["text"]), routed_experts=True, server="completions")
     assert stub.paths == ["/v1/completions"]
-    assert stub.bodies == [{"max_tokens": 2, "prompt": PROMPT, "return_token_ids": True}]
+    assert stub.bodies == [
+        {"max_tokens": 2, "prompt": PROMPT, "return_token_ids": True, "return_weight_versions": True}
+    ]
     assert result.token_ids == [82, 278, 83, 12]
     assert result.routed_experts.shape == (7, 8, 2)
     chunks = []

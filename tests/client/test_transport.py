@@ -120,7 +120,7 @@ class TestTimeouts:
             Timeouts(total_s=bad)
 
     def test_connect_does_not_wait_for_a_server_that_never_answers(self, monkeypatch):
-        monkeypatch.setattr("rtk.session.session._ASK_TIMEOUTS", Timeouts(total_s=0.2))
+        monkeypatch.setattr("rtk.session.connecting._ASK_TIMEOUTS", Timeouts(total_s=0.2))
 
         async def run():
             async with serving(silent()) as stub:

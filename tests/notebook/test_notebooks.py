@@ -26,8 +26,8 @@ def test_the_notebooks_are_there():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path):
     if path.stem.startswith("02"):
-        pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
-    pytest.importorskip("transformers", reason="needs rtk[embedded]")
+        pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
+    pytest.importorskip("transformers", reason="needs moe-rtk[embedded]")
     notebook = nbformat.read(path, as_version=4)
     # Raises at the first cell that fails.
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()

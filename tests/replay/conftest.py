@@ -8,8 +8,8 @@ import pytest
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory):
     """This process as the only rank of a process group."""
-    torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
-    pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
+    torch = pytest.importorskip("torch", reason="needs moe-rtk[megatron]")
+    pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -17,7 +17,7 @@ def engine(model_folder: Path):
 @pytest.fixture(scope="session")
 def tiny_engine():
     """The model that comes with rtk: its tokenizer and its length are those of the captured vLLM answers."""
-    pytest.importorskip("transformers", reason="needs rtk[embedded]")
+    pytest.importorskip("transformers", reason="needs moe-rtk[embedded]")
     from rtk.serve.engine import Engine
 
     return Engine(shipped.find("tiny_moe"), max_model_len=512)

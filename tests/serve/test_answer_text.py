@@ -35,7 +35,7 @@ def test_bytes_that_are_no_character_do_not_hold_the_rest_back(engine):
 
 
 def test_a_word_keeps_its_space_where_the_tokenizer_drops_a_leading_one():
-    transformers = pytest.importorskip("transformers", reason="needs rtk[embedded]")
+    transformers = pytest.importorskip("transformers", reason="needs moe-rtk[embedded]")
     from tokenizers import Tokenizer, decoders, models
 
     words = Tokenizer(models.WordLevel({"▁Hello": 0, "▁world": 1}, unk_token="▁Hello"))

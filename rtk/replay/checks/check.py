@@ -15,15 +15,15 @@ from rtk.layout.model_layout import ModelLayout
 from rtk.replay.checks import properties
 from rtk.replay.checks.diagnosis import Diagnosis, diagnose
 from rtk.replay.checks.disagreement import MIN_AGREEMENT
+from rtk.replay.checks.orders import Tokens, other_orders, tokens_of
 from rtk.replay.checks.report import Agreement, Finding, Hypothesis, ReplayReport
 from rtk.replay.checks.two_sides import Ids, Sides
 from rtk.replay.layouts.batch import Batch, Placement
 from rtk.replay.layouts.expand import checked_mtp, expand, padding_rule
-from rtk.replay.layouts.orders import Tokens, other_orders, tokens_of
 from rtk.replay.layouts.shard import Shard
 from rtk.trace import plausible
 from rtk.trace.route_trace import RouteTrace
-from rtk.usage import as_traces
+from rtk.usage.selection import as_traces
 
 Traces = RouteTrace | Iterable[RouteTrace]
 

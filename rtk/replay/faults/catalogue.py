@@ -18,7 +18,7 @@ import numpy as np
 from rtk.replay.faults import server, trainer
 from rtk.replay.faults.case import Clean, Specimen, stage
 from rtk.trace.route_trace import RouteTrace
-from rtk.usage import as_traces
+from rtk.usage.selection import as_traces
 
 __all__ = ["Fault", "Specimen", "catalogue"]
 

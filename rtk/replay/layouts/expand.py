@@ -13,7 +13,7 @@ from rtk.errors import ShardError
 from rtk.replay.layouts.batch import Batch, LocalTokens, Placement
 from rtk.replay.layouts.shard import Shard
 from rtk.trace.route_trace import RouteTrace
-from rtk.usage import as_traces
+from rtk.usage.selection import as_traces
 
 # Where the rows of one trace stand in the shard's input, and which rows of the trace they are.
 _Index = slice | npt.NDArray[np.integer]

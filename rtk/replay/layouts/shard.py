@@ -219,7 +219,7 @@ class Shard:
             ModuleNotFoundError: megatron-core is not installed.
             ShardError: the modules contradict each other or the layout.
         """
-        from rtk.replay import megatron
+        from rtk.replay.live import megatron
 
         return megatron.shard_of(model, layout)
 

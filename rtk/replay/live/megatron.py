@@ -12,20 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from rtk.errors import ShardError
+from rtk.extras import bringing
 from rtk.layout.model_layout import ModelLayout
 from rtk.replay.layouts.expand import ExpandedRoutes
 from rtk.replay.layouts.shard import Shard
 
-try:
+with bringing("megatron"):
+    import torch
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}: pip install 'rtk[megatron]'", name=error.name) from error
 
-from rtk.replay.live import model_shard
+    from rtk.replay.live import model_shard
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 

@@ -18,16 +18,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from rtk.errors import ShardError
-from rtk.replay import megatron
+from rtk.extras import bringing
 from rtk.replay.layouts.batch import Placement
 from rtk.replay.layouts.expand import ExpandedRoutes, expand
 from rtk.replay.layouts.shard import Shard
 from rtk.trace.route_trace import RouteTrace
+
+with bringing("megatron"):
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from rtk.replay.live import megatron
 
 
 @contextlib.contextmanager

@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rtk.client.servers.forms import FLOOR_LOGPROB
+from rtk.client.servers.fields import FLOOR_LOGPROB
 from rtk.errors import RtkError
-from rtk.replay import megatron
 from rtk.replay.layouts.batch import Batch
 from rtk.replay.layouts.expand import ExpandedRoutes, expand
 from rtk.replay.layouts.shard import Shard
-from rtk.replay.live import cpu_stand_ins
+from rtk.replay.live import cpu_stand_ins, megatron
 from rtk.replay.live.stage import Stage
-from rtk.trace.route_trace import RouteTrace, load_traces
+from rtk.trace import RouteTrace, load_traces
 
 
 def main() -> None:

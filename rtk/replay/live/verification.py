@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from rtk.errors import ShardError
+from rtk.extras import install
 from rtk.layout.model_layout import ModelLayout
 from rtk.replay.layouts.shard import Shard
-from rtk.trace.route_trace import RouteTrace, save_traces
+from rtk.trace import RouteTrace, save_traces
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def verify(
         _fits(number, trace, layout, Path(model))
     for package in ("torch", "megatron.core"):
         if importlib.util.find_spec(package.split(".")[0]) is None:
-            raise ShardError(f"{package} is not installed: pip install 'rtk[megatron]'")
+            raise ShardError(f"{package} is not installed: {install('megatron')}")
     size = pipeline_size * expert_size
     with tempfile.TemporaryDirectory(prefix="rtk-verify-") as scratch:
         folder = Path(scratch)

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from rtk import ModelLayout
-from rtk.client.servers.forms import Chat, Completions, SglangGenerate, VllmGenerate, only
+from rtk.client.servers.fields import only
+from rtk.client.servers.openai_routes import Chat, Completions
+from rtk.client.servers.sglang import SglangChat, SglangCompletions, SglangGenerate
+from rtk.client.servers.vllm import VllmGenerate
 from rtk.errors import PayloadError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -57,7 +60,7 @@ def test_a_real_completion(completions):
 def test_a_completion_asks_for_token_ids():
     body = Completions().body([1, 2], {"max_tokens": 3, "logprobs": 0}, routed_experts=True)
     assert body == {
-        "prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "return_token_ids": True,
+        "prompt": [1, 2], "max_tokens": 3, "logprobs": 0, "return_token_ids": True, "return_weight_versions": True,
     }  # fmt: skip
 
 
@@ -157,7 +160,7 @@ def test_a_chat_asks_in_openais_names():
     messages = [{"role": "user", "content": "Hi"}]
     body = Chat().body(messages, {"max_tokens": 3, "logprobs": 2}, routed_experts=True, start=4)
     assert body == {
-        "messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True,
+        "messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_weight_versions": True,
         "return_tokens_as_token_ids": True, "routed_experts_prompt_start": 4,
     }  # fmt: skip
 
@@ -220,13 +223,13 @@ def test_sglangs_alternatives_prompt_and_stop():
     )
 
 
-@pytest.mark.parametrize("form", [Completions, Chat])
+@pytest.mark.parametrize("form", [SglangCompletions, SglangChat])
 def test_routes_in_sgl_ext_are_shaped_by_the_layout(form):
     encoded = SGLANG["meta_info"]["routed_experts"]
     choice = {"index": 0, "sgl_ext": {"routed_experts": encoded}}
     assert form(LAYOUT).routed_experts({}, choice).tolist() == SGLANG_ROUTES
     assert form(LAYOUT).routed_experts({}, {"sgl_ext": None}) is None
     with pytest.raises(PayloadError, match="the model's layout is needed"):
-        form().routed_experts({}, choice)
+        form(None).routed_experts({}, choice)
     with pytest.raises(PayloadError, match="no whole number of rows"):
         form(LAYOUT).routed_experts({}, {"sgl_ext": {"routed_experts": encoded[:-4]}})

@@ -144,7 +144,7 @@ class TestRealEngines:
 
     @pytest.fixture
     def pairs(self):
-        pytest.importorskip("transformers", reason="needs rtk[embedded]")
+        pytest.importorskip("transformers", reason="needs moe-rtk[embedded]")
         return list(zip(engines.traces("float32"), engines.traces("bfloat16"), strict=True))
 
     def test_no_false_alarm(self, pairs):

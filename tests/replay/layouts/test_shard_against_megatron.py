@@ -13,7 +13,7 @@ from rtk import ModelLayout
 from rtk.errors import ShardError
 from rtk.replay import Shard
 
-pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
+pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,

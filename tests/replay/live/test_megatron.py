@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shutil
 import subprocess
@@ -21,8 +22,8 @@ from rtk.serve import shipped
 from tests.replay import engines
 
 pytestmark = pytest.mark.megatron
-torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
-pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
+torch = pytest.importorskip("torch", reason="needs moe-rtk[megatron]")
+pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
 
 TOKENS = [5, 77, 200, 13, 42, 99, 101, 8, 64, 17]
 
@@ -234,9 +235,9 @@ def test_a_router_without_replay_is_named(stage, monkeypatch):
 
 def test_without_megatron_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", None)
-    monkeypatch.delitem(sys.modules, "rtk.replay.megatron", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'rtk\[megatron\]'"):
-        import rtk.replay.megatron  # noqa: F401
+    monkeypatch.delitem(sys.modules, "rtk.replay.live.megatron", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'moe-rtk\[megatron\]'"):
+        importlib.import_module("rtk.replay.live.megatron")
 
 
 def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from rtk.errors import ShardError
-from rtk.replay import ExpandedRoutes, session
+from rtk.replay import ExpandedRoutes
 
 pytestmark = pytest.mark.megatron
-torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
-pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
+torch = pytest.importorskip("torch", reason="needs moe-rtk[megatron]")
+pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
 
+from rtk.replay import session  # noqa: E402
 from tests.replay.conftest import megatron_model  # noqa: E402
 from tests.replay.live import ranks  # noqa: E402
 

@@ -11,12 +11,13 @@ import pytest
 
 from rtk import ModelLayout, RouteTrace
 from rtk.errors import LayoutError, ShardError
-from rtk.replay import Shard, check, session
+from rtk.replay import Shard, check
 
 pytestmark = pytest.mark.megatron
-torch = pytest.importorskip("torch", reason="needs rtk[megatron]")
-pytest.importorskip("megatron.core", reason="needs rtk[megatron]")
+torch = pytest.importorskip("torch", reason="needs moe-rtk[megatron]")
+pytest.importorskip("megatron.core", reason="needs moe-rtk[megatron]")
 
+from rtk.replay import session  # noqa: E402
 from tests.replay.conftest import megatron_model  # noqa: E402
 
 SMALL = {"hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "moe_ffn_hidden_size": 8}

@@ -8,7 +8,7 @@ import pytest
 from rtk import ModelLayout, save_traces
 from rtk.errors import LayoutError, LayoutFileError, RtkError, ShardError
 from rtk.replay import Batch, Shard, expand
-from rtk.replay.layouts.layout_file import LayoutFile, as_json, as_text
+from rtk.replay.checks.layout_file import LayoutFile, as_json, as_text
 from tests.replay.layouts.test_expand import random_traces
 
 LAYOUT = ModelLayout(num_layers=4, moe_layers=(1, 2, 3), num_experts=16, top_k=2)

@@ -23,7 +23,7 @@ from rtk.replay.checks.check import check
 from rtk.replay.checks.report import ReplayReport
 from rtk.replay.layouts.batch import Batch, alignment
 from rtk.replay.layouts.shard import Shard
-from rtk.trace.route_trace import RouteTrace, load_traces
+from rtk.trace import RouteTrace, load_traces
 
 _MODEL = {
     "num_layers": int, "moe_layers": list, "moe_layer_freq": int | str | list, "num_experts": int, "top_k": int,

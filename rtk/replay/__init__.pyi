@@ -1,0 +1,16 @@
+from . import faults as faults
+from .checks.check import check as check
+from .checks.report import Agreement as Agreement
+from .checks.report import Finding as Finding
+from .checks.report import Hypothesis as Hypothesis
+from .checks.report import ReplayReport as ReplayReport
+from .layouts.batch import Batch as Batch
+from .layouts.batch import LocalTokens as LocalTokens
+from .layouts.batch import alignment as alignment
+from .layouts.expand import ExpandedRoutes as ExpandedRoutes
+from .layouts.expand import expand as expand
+from .layouts.shard import Shard as Shard
+from .live import megatron as megatron
+from .live.microbatches import session as session
+from .live.verification import StageResult as StageResult
+from .live.verification import verify as verify
