@@ -12,6 +12,7 @@ from rtk.client.servers.lookups import Lookups
 from rtk.client.servers.openai_routes import Chat, Completions
 from rtk.client.servers.route import Prompt, Route
 from rtk.client.servers.server import Server
+from rtk.client.servers.vllm_answer import VllmAnswer
 from rtk.errors import LayoutError, PayloadError
 from rtk.layout.model_layout import ModelLayout
 
@@ -152,8 +153,8 @@ class SglangGenerate(Route):
         return None if encoded is None else _shaped(encoded, self._layout)
 
 
-class SglangCompletions(Completions):
-    """SGLang's `/v1/completions` (0.5.23): routes stand in `sglext` of the response, those of choice 0 alone.
+class _Extended(VllmAnswer):
+    """SGLang's OpenAI routes (0.5.23): routes stand in `sglext` of the response, those of choice 0 alone.
 
     Args:
         layout: the model's layout, which gives the routes their shape; None where no routes are wanted.
@@ -164,45 +165,37 @@ class SglangCompletions(Completions):
     def __init__(self, layout: ModelLayout | None) -> None:
         self._layout = layout
 
-    def body(
-        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
-    ) -> dict[str, Any]:
-        body = super().body(prompt, sampling_params, routed_experts=routed_experts)
-        return body | _wanted(routed_experts, start)
-
     def routed_experts(self, payload: Json, choice: Json) -> wire.Routes | None:
-        return _extension(payload, choice, self._layout)
+        # Releases before 0.5.9 have the extension in the choice, under another name (by their documentation).
+        extension = payload.get("sglext") or choice.get("sgl_ext")
+        encoded = extension.get("routed_experts") if isinstance(extension, Mapping) else None
+        return None if encoded is None else _shaped(encoded, self._layout)
 
 
-class SglangChat(Chat):
-    """SGLang's `/v1/chat/completions`, as its completions."""
-
-    several = False
-
-    def __init__(self, layout: ModelLayout | None) -> None:
-        self._layout = layout
+class SglangCompletions(_Extended, Completions):
+    """SGLang's `/v1/completions`."""
 
     def body(
         self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
     ) -> dict[str, Any]:
-        body = super().body(prompt, sampling_params, routed_experts=routed_experts)
-        return body | _wanted(routed_experts, start)
+        asked = Completions.body(self, prompt, sampling_params, routed_experts=routed_experts)
+        return asked | _wanted(routed_experts, start)
 
-    def routed_experts(self, payload: Json, choice: Json) -> wire.Routes | None:
-        return _extension(payload, choice, self._layout)
+
+class SglangChat(_Extended, Chat):
+    """SGLang's `/v1/chat/completions`."""
+
+    def body(
+        self, prompt: Prompt, sampling_params: Json, *, routed_experts: bool, start: int = 0
+    ) -> dict[str, Any]:
+        asked = Chat.body(self, prompt, sampling_params, routed_experts=routed_experts)
+        return asked | _wanted(routed_experts, start)
 
 
 def _wanted(routed_experts: bool, start: int) -> dict[str, Any]:
     if not routed_experts:
         return {}
     return {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
-
-
-def _extension(payload: Json, choice: Json, layout: ModelLayout | None) -> wire.Routes | None:
-    """Releases before 0.5.9 have the extension in the choice, under another name (by its documentation)."""
-    extension = payload.get("sglext") or choice.get("sgl_ext")
-    encoded = extension.get("routed_experts") if isinstance(extension, Mapping) else None
-    return None if encoded is None else _shaped(encoded, layout)
 
 
 def _shaped(encoded: object, layout: ModelLayout | None) -> wire.Routes:

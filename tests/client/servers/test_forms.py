@@ -233,3 +233,16 @@ def test_routes_in_sgl_ext_are_shaped_by_the_layout(form):
         form(None).routed_experts({}, choice)
     with pytest.raises(PayloadError, match="no whole number of rows"):
         form(LAYOUT).routed_experts({}, {"sgl_ext": {"routed_experts": encoded[:-4]}})
+
+
+@pytest.mark.parametrize("form", [SglangCompletions, SglangChat])
+def test_routes_in_sglext_of_the_response(form):
+    """SGLang 0.5.23 (entrypoints/openai/protocol.py): `sglext` at the level of the response, when it was asked for."""
+    encoded = SGLANG["meta_info"]["routed_experts"]
+    payload = {"choices": [{"index": 0}], "sglext": {"routed_experts": encoded}}
+    assert form(LAYOUT).routed_experts(payload, payload["choices"][0]).tolist() == SGLANG_ROUTES
+    asked = form(LAYOUT).body([], {}, routed_experts=True, start=2)
+    assert asked["return_routed_experts"] is True
+    assert asked["routed_experts_start_len"] == 2
+    assert "routed_experts_prompt_start" not in asked
+    assert "return_routed_experts" not in form(None).body([], {}, routed_experts=False)
