@@ -58,21 +58,25 @@ class ModelLayout:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """0-based indices of the layers without a router, ascending."""
-        return tuple(i for i in range(self.num_layers) if i not in set(self.moe_layers))
+        moe = set(self.moe_layers)
+        return tuple(i for i in range(self.num_layers) if i not in moe)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> ModelLayout:
         """Read the layout out of a Hugging Face config.
 
-        Knows the three ways in which configs mark dense layers: `mlp_only_layers` with
-        `decoder_sparse_step` (Qwen2-MoE, Qwen3-MoE), `first_k_dense_replace` with `moe_layer_freq`
-        (DeepSeek-V2/V3, Moonlight, GLM-4.5) and none at all (Mixtral, OLMoE, gpt-oss).
+        Knows these ways in which configs mark dense layers: `mlp_layer_types` (what transformers 5 writes),
+        `moe_layers` (Llama 4), `mlp_only_layers` with `decoder_sparse_step` (Qwen2-MoE, Qwen3-MoE),
+        `first_k_dense_replace` with `moe_layer_freq` (DeepSeek-V2/V3, Moonlight, GLM-4.5) and none at all (Mixtral,
+        OLMoE, gpt-oss). A family's defaults for keys that are left out are not known: give the config as
+        `save_pretrained` writes it.
 
         Args:
             config: the config as a mapping, the path of a config.json, or the folder that holds one.
 
         Raises:
-            LayoutError: the file is missing or no JSON object, or names no experts.
+            LayoutError: the file is missing or no JSON object, names no experts, or places them by a key that is not
+            read here.
         """
         if not isinstance(config, Mapping):
             config = _read_config(Path(config))
@@ -149,20 +153,75 @@ def _integer(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     )
 
 
+# The keys that say which layers are MoE layers, and are read here.
+_PLACEMENT_KEYS = (
+    "decoder_sparse_step",
+    "first_k_dense_replace",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "moe_layer_freq",
+    "moe_layers",
+)
+# A key that has a word of each set places experts by a rule of its own; so do the others.
+_OF_EXPERTS = {"moe", "expert", "experts", "sparse", "dense"}
+_OF_PLACES = {
+    "end", "enum", "every", "freq", "frequency", "index", "interval", "layer", "layers", "offset", "pattern", "period",
+    "start", "step", "types",
+}  # fmt: skip
+_OTHER_PLACEMENT_KEYS = ("hybrid_override_pattern", "layers_block_type")
+
+
 def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """By the layer types where there are some, as transformers 5 writes them; else by the older keys."""
+    types, listed = config.get("mlp_layer_types"), config.get("moe_layers")
+    if types is not None:
+        if not isinstance(types, Sequence) or set(types) - {"dense", "sparse"} or len(types) != num_layers:
+            raise LayoutError(
+                f"mlp_layer_types is {types!r}: it has 'dense' or 'sparse' for each of {num_layers} layers"
+            )
+        return tuple(i for i, kind in enumerate(types) if kind == "sparse")
+    if listed is not None:
+        return tuple(sorted(set(_whole_numbers("moe_layers", listed))))
+    _refuse_unknown_placement(config)
     frequency = config.get("moe_layer_freq", 1)
     if isinstance(frequency, list):
         if len(frequency) != num_layers:
             raise LayoutError(f"moe_layer_freq has {len(frequency)} entries for {num_layers} layers")
         return tuple(i for i, is_moe in enumerate(frequency) if is_moe)
-    first = config.get("first_k_dense_replace") or 0
-    step = config.get("decoder_sparse_step") or 1
-    dense = set(config.get("mlp_only_layers") or ())
+    _at_least("moe_layer_freq", frequency, 1)
+    first = config.get("first_k_dense_replace")
+    step = config.get("decoder_sparse_step")
+    first = 0 if first is None else _at_least("first_k_dense_replace", first, 0)
+    step = 1 if step is None else _at_least("decoder_sparse_step", step, 1)
+    dense = set(_whole_numbers("mlp_only_layers", config.get("mlp_only_layers") or ()))
     return tuple(
         i
         for i in range(num_layers)
         if i >= first and i % frequency == 0 and i not in dense and (i + 1) % step == 0
     )
+
+
+def _refuse_unknown_placement(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        words = set(str(key).split("_"))
+        places = key in _OTHER_PLACEMENT_KEYS or (words & _OF_EXPERTS and words & _OF_PLACES)
+        if places and key not in _PLACEMENT_KEYS and value is not None:
+            raise LayoutError(
+                f"the config of model type {config.get('model_type')!r} says by {key!r} which layers are MoE layers, which "
+                "is not read here: build a rtk.ModelLayout(num_layers, moe_layers, num_experts, top_k) by hand"
+            )
+
+
+def _at_least(key: str, value: object, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise LayoutError(f"{key} is {value!r}; it is a whole number of {least} or more")
+    return value
+
+
+def _whole_numbers(key: str, values: object) -> list[int]:
+    if not isinstance(values, list | tuple) or any(type(value) is not int for value in values):
+        raise LayoutError(f"{key} is {values!r}; it is a list of layers")
+    return list(values)
 
 
 def _megatron_pattern(frequency: int | str | Sequence[int], num_layers: int) -> list[int]:

@@ -179,3 +179,61 @@ def test_megatron_builds_moe_layers_where_the_layout_has_them(frequency):
     # 0.16 holds the layer's class in a spec, later versions in a functools.partial.
     moe = [MoELayer in (getattr(mlp, "module", None), getattr(mlp, "func", None)) for mlp in mlps]
     assert from_frequency(frequency).moe_layers == tuple(i for i, is_moe in enumerate(moe) if is_moe)
+
+
+BASE = {"num_hidden_layers": 6, "num_experts": 16, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("placement", "layers"),
+    [
+        # What transformers 5 writes for GLM-4 MoE lite and DeepSeek-V3.2, whose types win over the older key.
+        ({"mlp_layer_types": ["dense"] + ["sparse"] * 5}, (1, 2, 3, 4, 5)),
+        (
+            {
+                "first_k_dense_replace": 3,
+                "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse", "sparse"],
+            },
+            (1, 2, 4, 5),
+        ),
+        ({"moe_layers": [1, 3, 5], "interleave_moe_layer_step": 2}, (1, 3, 5)),  # Llama 4
+    ],
+)
+def test_layer_types_and_lists(placement, layers):
+    assert ModelLayout.from_config(BASE | placement).moe_layers == layers
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"expert_layer_period": 2, "expert_layer_offset": 1},  # Jamba
+        {"interleave_moe_layer_step": 2},  # Llama 4
+        {"moe_layer_start_index": 3, "moe_layer_end_index": 5, "moe_layer_interval": 1},  # Ernie 4.5
+        {"num_dense_layers": 2},  # AFMoE
+        {"moe_layers_enum": "3,4,5"},  # Step 3.5
+        {"hybrid_override_pattern": "MEMEM*"},  # Nemotron-H
+    ],
+)
+def test_other_ways_of_placing_experts_are_refused_by_name(placement):
+    with pytest.raises(LayoutError, match=f"says by '{next(iter(placement))}'.*by hand"):
+        ModelLayout.from_config(BASE | placement)
+    assert ModelLayout.from_config(BASE | dict.fromkeys(placement)).moe_layers == tuple(range(6))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moe_layer_freq", 0),
+        ("moe_layer_freq", None),
+        ("moe_layer_freq", "2"),
+        ("first_k_dense_replace", [1]),
+        ("decoder_sparse_step", "2"),
+        ("decoder_sparse_step", 0),
+        ("mlp_only_layers", 3),
+        ("mlp_layer_types", ["dense"]),
+        ("moe_layers", "1,3"),
+    ],
+)
+def test_placement_of_a_wrong_type_is_named(key, value):
+    with pytest.raises(LayoutError, match=f"^{key} is "):
+        ModelLayout.from_config(BASE | {key: value})
