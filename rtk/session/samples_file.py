@@ -9,6 +9,7 @@ sample: `asked` (a digest of prompt, parameters and place), `prompt_index`, `sam
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import threading
@@ -48,7 +49,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
     with _opened(path) as file:
         header = _header(path, file)
         for number, line in enumerate(file, start=2):
-            if line.endswith(b"\n"):
+            if line.endswith(b"\n") and line.strip():
                 yield _sample(_parsed(line, f"{path}, line {number}"), header, f"{path}, line {number}")
 
 
@@ -70,6 +71,7 @@ class SamplesFile:
         self._path = Path(path)
         self._header = {"format": _FORMAT, "version": _VERSION, **header}
         self._lock = threading.Lock()
+        self._failed = False
         self.done: dict[str, int] = {}
         try:
             self._file: BinaryIO = open(self._path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
@@ -87,7 +89,12 @@ class SamplesFile:
             raise
 
     def append(self, asked: str, sample: Sample) -> None:
-        """Write one sample; when this returns it is on the disk."""
+        """Write one sample; when this returns it is on the disk.
+
+        Raises:
+            SamplesFileError: the disk is full or fails. What was written of the line is cut off again, and nothing
+                more is appended by this object.
+        """
         line = {"asked": asked, **_plain(sample)}
         with self._lock:
             self.done[asked] = self._write(line)
@@ -101,14 +108,33 @@ class SamplesFile:
     def close(self) -> None:
         """Give the file free for others, when a write that has begun is finished. Reading goes on."""
         with self._lock:
-            self._file.close()
+            if not self._file.closed:
+                _give_free(self._file)
+                self._file.close()
 
     def _write(self, value: Mapping[str, Any]) -> int:
-        start = self._file.seek(0, os.SEEK_END)
+        if self._failed:
+            raise SamplesFileError(
+                f"nothing more is written to {self._path}, since a write to it failed: mend that, and run the same "
+                "call again; it asks only for what is missing"
+            )
         left = memoryview(orjson.dumps(value) + b"\n")
-        while left:  # an unbuffered write may stop halfway
-            left = left[self._file.write(left) :]
-        os.fsync(self._file.fileno())
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            while left:  # an unbuffered write may stop halfway
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except BaseException as error:
+            # A torn line that others followed would make the whole file unreadable.
+            self._failed = True
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
+            if not isinstance(error, OSError):
+                raise
+            raise SamplesFileError(
+                f"{self._path} cannot be written: {error}. The samples in it are whole: make room, and run the same "
+                "call again; it asks only for what is missing"
+            ) from error
         return start
 
     def _drop_torn_line(self) -> None:
@@ -149,6 +175,9 @@ class SamplesFile:
                     )
             start = file.tell()
             for number, line in enumerate(file, start=2):
+                if not line.strip():
+                    start += len(line)
+                    continue
                 asked = _parsed(line, f"{self._path}, line {number}").get("asked")
                 if not isinstance(asked, str):
                     raise SamplesFileError(
@@ -170,6 +199,15 @@ def _take(file: BinaryIO, path: Path) -> None:
             f"{path} is being written by another process, or by another call of this one: wait for it, or choose "
             "another file"
         ) from error
+
+
+def _give_free(file: BinaryIO) -> None:
+    """Unlock the file itself: a child that was forked meanwhile has it open too, and would go on holding the lock."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _opened(path: Path) -> BinaryIO:
