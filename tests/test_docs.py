@@ -42,7 +42,14 @@ def test_the_architecture_names_files_that_exist():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z_/]+(?:\.py|/))`", page)
     assert len(named) > 30
-    rooms = [ROOT, ROOT / "rtk", *(ROOT / "rtk" / room for room in ("client", "session", "replay", "doctor"))]
+    rooms = [
+        ROOT,
+        ROOT / "rtk",
+        *(
+            ROOT / "rtk" / room
+            for room in ("client", "client/servers", "session", "trace", "usage", "replay", "doctor")
+        ),
+    ]
     rooms += [ROOT / "rtk" / "replay" / room for room in ("layouts", "checks", "faults", "live")]
     missing = [name for name in named if not any((room / name).exists() for room in rooms)]
     assert not missing
