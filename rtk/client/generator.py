@@ -263,9 +263,7 @@ class RemoteInferenceGenerator:
         # Servers reject some of these as null, so what is not set is not sent.
         extras = {"model": model or self.model_name, route.cache_salt: cache_salt, "features": features}
         body |= {name: value for name, value in extras.items() if value is not None}
-        if session_id == "":
-            raise ValueError("session_id is empty; leave it out where there is no session")
-        headers = {} if session_id is None else {"X-Session-ID": session_id}
+        headers = session_header(session_id)
         reading = Reading(
             route,
             self.proxy_url,
@@ -328,3 +326,10 @@ class RemoteInferenceGenerator:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has connections of its own, as one that was pickled has.
         return {**self.__dict__, "_transport": copy.copy(self._transport)}
+
+
+def session_header(session_id: str | None) -> dict[str, str]:
+    """The header by which routers keep a conversation on one server; raises ValueError for an empty id."""
+    if session_id == "":
+        raise ValueError("session_id is empty; leave it out where there is no session")
+    return {} if session_id is None else {"X-Session-ID": session_id}

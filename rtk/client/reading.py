@@ -5,12 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rtk.client import routed_experts as wire
 from rtk.client.result import GenerateChunk, RemoteGenerateResult, WeightVersionSpan
 from rtk.client.servers import Route
 from rtk.errors import PayloadError, RoutesMissing
+
+T = TypeVar("T")
+
+
+def _latest(found: T, before: T) -> T:
+    """What an event has, or where it has nothing what came before; 0 and an empty list are something."""
+    return before if found is None else found
 
 
 @dataclass
@@ -113,30 +120,28 @@ class Reading:
         return index
 
     def _take(self, payload: Mapping[str, Any], choice: Mapping[str, Any]) -> GenerateChunk:
-        index = self._index(choice)
+        route, index = self._route, self._index(choice)
         sequence = self._sequences.setdefault(index, _Sequence())
-        chunk = self._route.chunk(choice)
+        chunk = route.chunk(choice)
         sequence.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
             sequence.logprobs = (sequence.logprobs or []) + chunk.logprobs
         if self._top_logprobs and chunk.token_ids:
-            sequence.top_logprobs = (sequence.top_logprobs or []) + self._route.top_logprobs(choice)
-        route = self._route
-        sequence.finish_reason = route.finish_reason(choice) or sequence.finish_reason
-        sequence.stop_match = route.stop_match(choice) or sequence.stop_match
-        sequence.prompt_logprobs = route.prompt_logprobs(payload, choice) or sequence.prompt_logprobs
-        sequence.weight_versions = route.weight_versions(choice) or sequence.weight_versions
+            sequence.top_logprobs = (sequence.top_logprobs or []) + route.top_logprobs(choice)
+        sequence.finish_reason = _latest(route.finish_reason(choice), sequence.finish_reason)
+        sequence.stop_match = _latest(route.stop_match(choice), sequence.stop_match)
+        sequence.prompt_logprobs = _latest(route.prompt_logprobs(payload, choice), sequence.prompt_logprobs)
+        sequence.weight_versions = _latest(route.weight_versions(choice), sequence.weight_versions)
         self._take_routes(payload, choice, sequence)
-        self._request_id = route.request_id(payload) or self._request_id
-        self._prompt_ids = self._prompt_ids or self._route.prompt_token_ids(payload, choice)
+        self._request_id = _latest(route.request_id(payload), self._request_id)
+        self._prompt_ids = self._prompt_ids or route.prompt_token_ids(payload, choice)
         return chunk if index == 0 else replace(chunk, index=index)
 
     def _take_routes(
         self, payload: Mapping[str, Any], choice: Mapping[str, Any], sequence: _Sequence
     ) -> None:
         if self._routed_experts:
-            found = self._route.routed_experts(payload, choice)
-            sequence.routes = sequence.routes if found is None else found
+            sequence.routes = _latest(self._route.routed_experts(payload, choice), sequence.routes)
 
     def _results(self) -> list[RemoteGenerateResult]:
         return [self._result(self._sequences[index]) for index in range(self._n)]

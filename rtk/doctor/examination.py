@@ -142,13 +142,21 @@ async def _examine_routes(target: Target, probe: Probe) -> AsyncIterator[Finding
         findings = list(answer_checks.plausibility(subject))
         for finding in findings:
             yield finding
-        async for finding in _repeats(subject, examined, probe, salt, findings):
-            yield finding
-        if not _told_apart(findings):
+        # After these failures comparing the answer with another would say nothing.
+        trouble = next(
+            (f for f in findings if f.status == "fail" and f.check in ("row count", "not all zero")), None
+        )
+        if trouble is not None:
+            for name in _ROUTE_CHECKS[-3:]:
+                yield Finding(name, "skipped", f"{trouble.check} failed, so a comparison would say nothing")
+        else:
+            again = await probe.generate(examined, fresh_salt())
+            yield comparisons.repeat("same without cache", subject, again, "a fresh cache salt")
+            again = await probe.generate(examined, salt)
+            yield comparisons.repeat("same with cache", subject, again, "the same prompt again")
+            cut = dict(asked).get(offset_route) if offset_route else None
             if offset_route is main:
-                cut: Asked | None = await probe.generate(main, salt, offset)
-            else:
-                cut = next((answer for route, answer in asked if route is offset_route), None)
+                cut = await probe.generate(main, salt, offset)
             if offset_route is not None and cut is not None:
                 yield comparisons.start_offset(subject, cut, offset_route.path, offset)
             else:
@@ -161,29 +169,6 @@ async def _examine_routes(target: Target, probe: Probe) -> AsyncIterator[Finding
         yield comparisons.logprobs(first)
     else:
         yield Finding("logprobs", "skipped", "no endpoint generated anything")
-
-
-def _told_apart(findings: list[Finding]) -> Finding | None:
-    """The failure after which comparing this answer with another would say nothing."""
-    return next(
-        (f for f in findings if f.status == "fail" and f.check in ("row count", "not all zero")), None
-    )
-
-
-async def _repeats(
-    subject: answer_checks.Subject, route: Route, probe: Probe, salt: str, findings: list[Finding]
-) -> AsyncIterator[Finding]:
-    trouble = _told_apart(findings)
-    if trouble is not None:
-        for name in _ROUTE_CHECKS[-3:]:
-            yield Finding(name, "skipped", f"{trouble.check} failed, so a comparison would say nothing")
-        return
-    yield comparisons.repeat(
-        "same without cache", subject, await probe.generate(route, fresh_salt()), "a fresh cache salt"
-    )
-    yield comparisons.repeat(
-        "same with cache", subject, await probe.generate(route, salt), "the same prompt again"
-    )
 
 
 async def _streaming(first: Asked, route: Route, target: Target, probe: Probe) -> Finding:

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 
-from rtk.client.generator import RemoteInferenceGenerator
+from rtk.client.generator import RemoteInferenceGenerator, session_header
 from rtk.client.result import RemoteGenerateResult
 from rtk.client.transport import RetryPolicy
 from rtk.errors import BatchError
@@ -221,8 +221,7 @@ class RemoteInferenceClient(ControlPlane):
     ) -> dict[str, Any]:
         if self.model_name is not None:
             body = {"model": self.model_name, **body}
-        headers = {} if session_id is None else {"X-Session-ID": session_id}
-        return await self.generator.request("POST", path, body, headers=headers)
+        return await self.generator.request("POST", path, body, headers=session_header(session_id))
 
     async def _all(self, path: str, bodies: Sequence[Mapping[str, Any]], key: str, kind: type[T]) -> list[T]:
         """`key` of the answer to each body, in order."""

@@ -25,7 +25,8 @@ class Lookups:
         self._card = card
         self._asked: dict[tuple[str, str], asyncio.Task[dict[str, Any] | RtkError]] = {}
 
-    async def owner(self) -> str | None:
+    @property
+    def owner(self) -> str | None:
         """`owned_by` of the model."""
         owner = self._card.get("owned_by")
         return owner if isinstance(owner, str) else None

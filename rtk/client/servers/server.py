@@ -45,7 +45,7 @@ class Server(ABC):
     @classmethod
     async def of(cls, lookups: Lookups) -> Self:
         """This kind, with what the running server says of itself."""
-        return cls(await cls.running_version(lookups), await lookups.owner())
+        return cls(await cls.running_version(lookups), lookups.owner)
 
     @classmethod
     @abstractmethod

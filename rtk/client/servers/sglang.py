@@ -31,7 +31,7 @@ class Sglang(Server):
 
     @classmethod
     async def is_there(cls, lookups: Lookups) -> bool:
-        return await lookups.owner() == "sglang" or await lookups.posts("/get_model_info")
+        return lookups.owner == "sglang" or await lookups.posts("/get_model_info")
 
     @classmethod
     async def running_version(cls, lookups: Lookups) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,8 @@ def _alone(
     known = min(rows, len(place.padding))
     real[:known], prompt[:known] = ~place.padding[:known], place.prompt_rows[:known]
     yield properties.expert_range(numbered, layout.num_experts, traces, real)
-    own_zero = _own_zero(traces, place) if rows == len(place.token) else {}
+    # Asked only where a tensor has zeros: it costs a pass over all routes.
+    own_zero = partial(_own_zero, traces, place) if rows == len(place.token) else dict
     yield properties.not_zero(numbered, layout.num_experts, prompt, real, traces, own_zero)
     yield properties.distinct(numbered, layout.num_experts, real)
     yield properties.moving(traces)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -240,11 +240,11 @@ def not_zero(
     prompt: Mask,
     real: Mask,
     traces: Sequence[RouteTrace],
-    own_zero: Mapping[int, Mask],
+    own_zero: Callable[[], Mapping[int, Mask]],
 ) -> Finding:
     """`prompt` and `real` are bool `[rows]`: rows of the prompt, and rows that are not padding.
 
-    `own_zero` is bool `[rows]` by layer number: where the trace itself has zeros for the row's token. Zeros that stand
+    `own_zero` gives bool `[rows]` by layer number: where the trace itself has zeros for the row's token. Zeros that stand
     in a tensor alone were made by the trainer, and no capture is to blame.
     """
     name = "not all zero"
@@ -263,7 +263,7 @@ def not_zero(
             bad = np.flatnonzero(zero)
             seen = f"layer {number}: {len(bad)} of {int(real.sum())} rows are all 0, from row {bad[0]} on"
             place = number, int(bad[0])
-            if not own_zero.get(number, zero)[zero].all():
+            if not own_zero().get(number, zero)[zero].all():
                 why = "the trace has routes there, so zeros were put in by the trainer: a dense layer's, or an empty buffer"
                 return Finding(name, False, f"{seen}: {why}", *place)
             prompt_only = bool(prompt[zero].all()) and not zero[real].all()

@@ -181,3 +181,16 @@ def test_an_answer_without_a_finish_reason_is_refused(vllm_answers):
     error, _ = ask(text(json.dumps(payload)))
     assert isinstance(error, PayloadError)
     assert "finish reason" in str(error)
+
+
+def test_a_stop_token_of_id_0_is_no_missing_one(vllm_answers):
+    payload = json.loads(vllm_answers["plain"]["text"])
+    payload["choices"][0]["stop_reason"] = 0
+    result, _ = ask(text(json.dumps(payload)))
+    assert result.stop_match == 0
+
+
+def test_an_empty_session_id_is_refused(vllm_answers):
+    error, stub = ask(text(vllm_answers["plain"]["text"]), session_id="")
+    assert isinstance(error, ValueError)
+    assert stub.paths == []
